@@ -1,0 +1,337 @@
+"""The configuration of a run: frozen, closed, self-describing. Read once, written to run.json, never changed.
+
+A choice between kinds is a union with a `type`, not a string beside optional fields.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from data_contracts.algorithm import AlgorithmConfig
+
+
+class Frozen(BaseModel):
+    """An immutable value that refuses unknown fields; the text under a field is its description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TinyModel(Frozen):
+    """A Llama of about 0.6 M parameters with a character tokenizer, warm-started by supervision."""
+
+    type: Literal["tiny"] = "tiny"
+    hidden_size: int = Field(default=128, gt=0)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(default=384, gt=0)
+    """Width of the feed-forward layer."""
+    num_layers: int = Field(default=3, gt=0)
+    """Transformer blocks."""
+    num_heads: int = Field(default=4, gt=0)
+    """Attention heads."""
+    max_positions: int = Field(default=64, gt=0)
+    """Longest sequence in tokens, prompt and response together."""
+    characters: str = "0123456789+-*=? "
+    """The vocabulary beside pad, bos and eos."""
+    warm_start_accuracy: float = Field(default=0.35, ge=0, le=1)
+    """The warm start stops at the first check that reaches this greedy accuracy on held-out prompts."""
+    warm_start_max_steps: int = Field(default=600, ge=0)
+    """The warm start stops here at the latest."""
+    warm_start_batch: int = Field(default=128, gt=0)
+    """Examples of one warm-start step."""
+    warm_start_lr: float = Field(default=2e-3, gt=0)
+    """Learning rate of the warm start."""
+
+
+class LocalModel(Frozen):
+    """Any Hugging Face causal language model in a local folder."""
+
+    type: Literal["local"] = "local"
+    path: str
+    """Folder with config.json, safetensors and tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Format in which weights are published and in which the rollout engine computes."""
+
+
+ModelConfig = Annotated[TinyModel | LocalModel, Field(discriminator="type")]
+
+
+class AdditionEnv(Frozen):
+    """Two-digit sums such as 17+25=, answered with three digits; made on the fly."""
+
+    type: Literal["addition"] = "addition"
+    weight: float = Field(default=1.0, gt=0)
+    """Share of prompts, relative to the other envs."""
+    max_operand: int = Field(default=99, gt=0, le=9999)
+    """Largest number added."""
+
+
+class ReasoningGymEnv(Frozen):
+    """A data set of the reasoning-gym package, scored by its own scorer."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str
+    """Name of the data set, for example chain_sum."""
+    parameters: dict[str, int | float | str | bool | list[int] | list[str]] = {}
+    """Arguments of the data set."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of prompts, relative to the other envs."""
+    size: int = Field(default=100_000, gt=0)
+    """Number of distinct prompts."""
+    extract: Literal["whole", "last_number", "answer_tag"] = "whole"
+    """Which part of the response is the answer: all of it, its last number, or what stands in <answer> tags."""
+    exact: bool = False
+    """Count only a score of 1 as a reward; a partial score becomes 0."""
+    instruction: str = ""
+    """Text put before every question."""
+    few_shot: int = Field(default=0, ge=0, le=16)
+    """Solved examples shown before the question, as earlier turns of the chat."""
+
+
+class CustomEnv(Frozen):
+    """An env of one's own."""
+
+    type: Literal["custom"] = "custom"
+    path: str
+    """module:function that takes `parameters` as keywords and returns an Env (see tasks/envs/protocol.py)."""
+    parameters: dict[str, int | float | str | bool | list[int] | list[str]] = {}
+    """Keyword arguments of the function."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of prompts, relative to the other envs."""
+
+
+EnvConfig = Annotated[AdditionEnv | ReasoningGymEnv | CustomEnv, Field(discriminator="type")]
+
+
+class SamplingConfig(Frozen):
+    """The distribution responses are drawn from."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus kept."""
+    top_k: int = Field(default=0, ge=0)
+    """Most likely tokens kept; 0 keeps all."""
+    max_new_tokens: int = Field(default=4, gt=0)
+    """Limit on a response in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, beside the end-of-sequence token."""
+
+
+class TorchEngine(Frozen):
+    """The engine in process: continuous batching over slots with a KV cache."""
+
+    type: Literal["torch"] = "torch"
+    slots: int = Field(default=256, gt=0)
+    """Sequences decoded at once."""
+    max_length: int | None = None
+    """Prompt and response in tokens; None takes the model's limit."""
+
+
+EngineConfig = Annotated[TorchEngine, Field()]
+
+
+class StalenessConfig(Frozen):
+    """How far rollouts may run ahead of training."""
+
+    max_staleness: int | None = Field(default=1, ge=0)
+    """Bound in versions between sampling and training (eta); 0 is synchronous, null is without a bound."""
+    stragglers: Literal["wait", "interrupt", "drop"] = "wait"
+    """What happens to a group that would miss its deadline: training waits for it, it goes on under newer weights
+    with its old tokens out of the loss, or it is dropped."""
+    ticket_timeout_s: float | None = Field(default=None, gt=0)
+    """Drop a ticket that has been out this long, by the trainer's clock."""
+    max_unsettled: int | None = Field(default=None, gt=0)
+    """Limit on tickets claimed and not yet settled; needed when max_staleness is null."""
+    max_attempts: int = Field(default=3, gt=0)
+    """A ticket whose lease was lost this often is given up."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """A lease is lost when its counter has not moved for this long, by the observer's clock."""
+
+    @model_validator(mode="after")
+    def _bounded_somehow(self) -> "StalenessConfig":
+        if self.max_staleness is None and self.max_unsettled is None:
+            raise ValueError("max_staleness null needs max_unsettled: say how many groups may wait at most")
+        return self
+
+
+class RolloutConfig(Frozen):
+    """The rollout role."""
+
+    workers: int = Field(default=1, gt=0)
+    """Rollout processes on this run."""
+    threads: int = Field(default=1, gt=0)
+    """CPU threads of each."""
+    engine: EngineConfig = TorchEngine()
+    """What generates."""
+    sampling: SamplingConfig = SamplingConfig()
+    """The distribution responses are drawn from."""
+    claim_block: int = Field(default=32, gt=0)
+    """Tickets claimed at once, at most."""
+    groups_per_batch: int = Field(default=32, gt=0)
+    """Finished groups written as one batch, at most; whatever is finished is written when nothing else is ready."""
+    swap_in_flight: bool = True
+    """Take new weights between two tokens; otherwise only when no sequence is in flight."""
+    max_errors: int = Field(default=3, ge=0)
+    """Retries of one sample after an engine error before it becomes an error row."""
+
+
+class RewardConfig(Frozen):
+    """The reward role."""
+
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Limit on one verification."""
+    max_retries: int = Field(default=2, ge=0)
+    """Retries of a verification that failed for a reason of the infrastructure."""
+
+
+class CurateConfig(Frozen):
+    """The curation role."""
+
+    min_samples: int = Field(default=2, gt=0)
+    """A group with fewer good rows is refused."""
+    drop_zero_variance: bool = False
+    """Refuse groups whose rewards are all equal, and draw others in their place."""
+
+
+class TrainConfig(Frozen):
+    """The training role."""
+
+    threads: int = Field(default=1, gt=0)
+    """CPU threads."""
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Commits over which the learning rate rises linearly."""
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the last step, as a fraction of the peak (linear and cosine)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first moment decay."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's second moment decay."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator floor."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    tokens_per_microbatch: int = Field(default=8192, gt=0)
+    """Packed tokens (prompts included) of one forward pass; losses add up to that of one large batch."""
+    inner_updates: int = Field(default=1, gt=0)
+    """Optimizer updates of one commit; its groups are split evenly over them."""
+    checkpoint_every: int = Field(default=20, gt=0)
+    """Commits between checkpoints of optimizer and random state."""
+    full_weights_every: int = Field(default=1, gt=0)
+    """Commits between full weights; in between, exact sparse differences are published."""
+
+
+class EvaluateConfig(Frozen):
+    """The evaluation role."""
+
+    every: int = Field(default=20, gt=0)
+    """Versions between evaluations; the first and the last version are always evaluated."""
+    num_prompts: int = Field(default=256, gt=0)
+    """Held-out prompts of each env."""
+    threads: int = Field(default=1, gt=0)
+    """CPU threads."""
+    max_new_tokens: int | None = None
+    """Limit on a response; None takes that of rollout."""
+
+
+class TrackingConfig(Frozen):
+    """The exporter into MLflow."""
+
+    enabled: bool = True
+    """Export at all; the records do not need it."""
+    uri: str | None = None
+    """Tracking server; None takes the one that `rollflow up` started."""
+    experiment: str = "rollflow"
+    """Experiment that holds one MLflow run for each run."""
+    register_every: int = Field(default=20, gt=0)
+    """Versions between registered policies; evaluated and final versions are registered too."""
+    drain_s: float = Field(default=60.0, ge=0)
+    """How long the end of a run waits for the exporter to catch up."""
+
+
+class OrchestrationConfig(Frozen):
+    """How roles are run and watched."""
+
+    heartbeat_s: float = Field(default=2.0, gt=0)
+    """Seconds between heartbeats."""
+    heartbeat_limit_s: float = Field(default=60.0, gt=0)
+    """A role whose heartbeat has not moved for this long, by the observer's clock, is taken for dead."""
+    role_retries: int = Field(default=2, ge=0)
+    """How often a role that failed is started again before the run fails."""
+    scheduler: str | None = None
+    """Address of an existing Dask cluster; None starts local processes."""
+
+
+class RunConfig(Frozen):
+    """Everything that decides a run."""
+
+    name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")
+    """Short name; the run's id is this with a random suffix unless one is given."""
+    seed: int = Field(default=0, ge=0)
+    """Decides prompts, sampling and initial weights."""
+    steps: int = Field(default=200, gt=0)
+    """Commits to make."""
+    groups_per_step: int = Field(default=32, gt=0)
+    """Groups that one commit consumes (B)."""
+    samples_per_group: int = Field(default=8, gt=0)
+    """Responses to one prompt (G)."""
+    deterministic: bool | None = None
+    """Bit-exact runs: fixed shapes, settling in ticket order. None: on exactly when max_staleness is 0 and
+    rollout and training use one thread each."""
+    store: str = ".rollflow/store"
+    """Folder, or s3:// URL, that holds runs."""
+    model: ModelConfig = TinyModel()
+    """The policy to start from."""
+    envs: tuple[EnvConfig, ...] = (AdditionEnv(),)
+    """Where prompts and rewards come from."""
+    staleness: StalenessConfig = StalenessConfig()
+    """How far rollouts may run ahead."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The rollout role."""
+    reward: RewardConfig = RewardConfig()
+    """The reward role."""
+    curate: CurateConfig = CurateConfig()
+    """The curation role."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage, importance weights, trust region, aggregation."""
+    train: TrainConfig = TrainConfig()
+    """The training role."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """The evaluation role."""
+    tracking: TrackingConfig = TrackingConfig()
+    """The exporter into MLflow."""
+    orchestration: OrchestrationConfig = OrchestrationConfig()
+    """How roles are run and watched."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunConfig":
+        if self.train.inner_updates > self.groups_per_step:
+            raise ValueError(
+                f"train.inner_updates {self.train.inner_updates} exceeds groups_per_step {self.groups_per_step}: "
+                "every update needs a group"
+            )
+        if self.curate.min_samples > self.samples_per_group:
+            raise ValueError(
+                f"curate.min_samples {self.curate.min_samples} exceeds samples_per_group {self.samples_per_group}: "
+                "every group would be refused"
+            )
+        limit = self.staleness.max_unsettled
+        if limit is not None and limit < self.groups_per_step:
+            raise ValueError(
+                f"staleness.max_unsettled {limit} is below groups_per_step {self.groups_per_step}: no step could be filled"
+            )
+        if not self.envs:
+            raise ValueError("envs is empty: name at least one")
+        return self
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether this run must be bit-exact."""
+        if self.deterministic is not None:
+            return self.deterministic
+        return self.staleness.max_staleness == 0 and self.rollout.threads == 1 and self.train.threads == 1
