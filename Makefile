@@ -1,0 +1,45 @@
+# Every target works from a bare clone: the environment is made when it is missing or out of date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: run test check lint test-slow bench clean up down
+
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $(READY)
+
+install: $(READY)
+
+run: $(READY)  ## train the tiny model: about three minutes on two cores
+	$(BIN)/rollflow run flows/runs/tiny.toml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+check: lint test
+
+test-slow: $(READY)  ## minutes: downloads a real model, kills real runs at many moments
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+bench: $(READY)
+	$(BIN)/python -m tests.benchmarks.run
+
+up: $(READY)
+	$(BIN)/rollflow up
+
+down: $(READY)
+	$(BIN)/rollflow down
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
