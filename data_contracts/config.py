@@ -133,15 +133,15 @@ EngineConfig = Annotated[TorchEngine, Field()]
 class StalenessConfig(Frozen):
     """How far rollouts may run ahead of training."""
 
-    max_staleness: int | None = Field(default=1, ge=0)
-    """Bound in versions between sampling and training (eta); 0 is synchronous, null is without a bound."""
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] = 1
+    """Bound in versions between sampling and training (eta): 0 is synchronous, unbounded needs max_unsettled."""
     stragglers: Literal["wait", "interrupt", "drop"] = "wait"
     """What happens to a group that would miss its deadline: training waits for it, it goes on under newer weights
     with its old tokens out of the loss, or it is dropped."""
     ticket_timeout_s: float | None = Field(default=None, gt=0)
     """Drop a ticket that has been out this long, by the trainer's clock."""
     max_unsettled: int | None = Field(default=None, gt=0)
-    """Limit on tickets claimed and not yet settled; needed when max_staleness is null."""
+    """Limit on tickets claimed and not yet settled; needed when max_staleness is unbounded."""
     max_attempts: int = Field(default=3, gt=0)
     """A ticket whose lease was lost this often is given up."""
     lease_s: float = Field(default=30.0, gt=0)
@@ -149,9 +149,14 @@ class StalenessConfig(Frozen):
 
     @model_validator(mode="after")
     def _bounded_somehow(self) -> "StalenessConfig":
-        if self.max_staleness is None and self.max_unsettled is None:
-            raise ValueError("max_staleness null needs max_unsettled: say how many groups may wait at most")
+        if self.bound is None and self.max_unsettled is None:
+            raise ValueError("max_staleness unbounded needs max_unsettled: say how many groups may wait at most")
         return self
+
+    @property
+    def bound(self) -> int | None:
+        """The bound in versions; None when there is none."""
+        return None if self.max_staleness == "unbounded" else self.max_staleness
 
 
 class RolloutConfig(Frozen):
@@ -334,4 +339,4 @@ class RunConfig(Frozen):
         """Whether this run must be bit-exact."""
         if self.deterministic is not None:
             return self.deterministic
-        return self.staleness.max_staleness == 0 and self.rollout.threads == 1 and self.train.threads == 1
+        return self.staleness.bound == 0 and self.rollout.threads == 1 and self.train.threads == 1

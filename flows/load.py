@@ -1,0 +1,96 @@
+"""Reads a run's configuration once, at the edge: defaults < TOML < environment < command line.
+
+After this everything receives a plain frozen RunConfig. The layering class never leaves this file: a
+workflow engine that validates parameters against it would read the environment a second time.
+"""
+
+import contextlib
+import io
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+from data_contracts.config import RunConfig
+from data_contracts.errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "runs"
+
+
+class _Layers(BaseSettings, RunConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
+    model_config = SettingsConfigDict(
+        env_prefix="ROLLFLOW_RUN__", env_nested_delimiter="__", cli_avoid_json=True, cli_parse_none_str="none", frozen=True, extra="forbid"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings  # pydantic-settings puts the command line in front
+
+
+def load_run_config(source: str | Path, arguments: Sequence[str] = ()) -> RunConfig:
+    """Resolve a run's configuration.
+
+    Args:
+        source: a TOML file, or the name of a shipped one (`tiny` for flows/runs/tiny.toml).
+        arguments: command-line words such as `--staleness.max_staleness 4`.
+
+    Raises:
+        ConfigError: one sentence that names the file or field, what was expected, and what came.
+    """
+    path = find_config(source)
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
+            layers = CliApp.run(_Layers, list(arguments), **values)
+        return RunConfig.model_validate(layers.model_dump())
+    except ValidationError as cause:
+        raise ConfigError(f"{path}: {explain(cause)}") from cause
+    except SettingsError as cause:
+        raise ConfigError(f"{path}: {cause}") from cause
+    except SystemExit as cause:
+        last = (complaints.getvalue().strip().splitlines() or ["cannot be read"])[-1]
+        raise ConfigError(f"command line: {last.removeprefix('usage: ')}") from cause
+
+
+def find_config(source: str | Path) -> Path:
+    """Return the TOML file that `source` names.
+
+    Raises:
+        ConfigError: neither a file nor a shipped config has this name.
+    """
+    path = Path(source)
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{source}.toml"
+    if shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.toml")))
+    raise ConfigError(f"config {source}: no such file, and no shipped config has this name (shipped: {names})")
+
+
+def explain(error: ValidationError) -> str:
+    """Return one sentence for the first problem, and how many more there are."""
+    problems = error.errors()
+    first: dict[str, Any] = dict(problems[0])
+    where = ".".join(str(part) for part in first["loc"]) or "the run"
+    if first["type"] == "extra_forbidden":
+        sentence = f"{where}: there is no such field; remove it or correct its spelling"
+    elif first["type"] == "value_error":
+        sentence = f"{where}: {first['msg'].removeprefix('Value error, ')}"
+    else:
+        sentence = f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+    return sentence if len(problems) == 1 else f"{sentence} (and {len(problems) - 1} more)"
