@@ -1,0 +1,55 @@
+"""Where Rollflow keeps its things on this machine, and the environment its dependencies must find.
+
+Nothing here imports a dependency: call `apply_defaults()` first, then import Prefect or MLflow, which read
+their environment once. What a person has set is never changed.
+"""
+
+import os
+from pathlib import Path
+
+HOME_VARIABLE = "ROLLFLOW_HOME"
+SUBFOLDERS = ("prefect", "mlflow", "logs", "store")
+
+# Asynchronous logging of MLflow stays off: it acknowledges before it has written, and drops on an outage.
+DEFAULTS: dict[str, str] = {
+    # Nothing reports home. MLflow does not take DO_NOT_TRACK=1 for an answer, vLLM takes nothing else.
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GX_ANALYTICS_ENABLED": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    # With MLflow's own numbers a call to a server that is away blocks for four minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    # Ten processes and 2.5 GB become two and 0.5 GB.
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    # S3 servers other than Amazon's refuse the newer checksums.
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    # Often enough for the automation that tells a killed flow from a slow one; 30 s is Prefect's minimum.
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+}
+
+
+def home() -> Path:
+    """Return the absolute folder of this machine's state: ROLLFLOW_HOME, or .rollflow below the working folder."""
+    return Path(os.environ.get(HOME_VARIABLE) or ".rollflow").expanduser().absolute()
+
+
+def make_home(folder: Path | None = None) -> Path:
+    """Create `folder` (default: `home()`) with prefect/, mlflow/, logs/ and store/ below it; return it, absolute."""
+    folder = home() if folder is None else folder.expanduser().absolute()
+    for name in SUBFOLDERS:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def apply_defaults() -> None:
+    """Set every variable of `DEFAULTS`, and PREFECT_HOME below `home()`, where it is unset."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
