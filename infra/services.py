@@ -110,8 +110,8 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
     with _locked(home):
         known = _read_state(home)
         ports = {name: _choose_port(name, asked[name], known.get(name)) for name in NAMES}
-        running = {name: server for name, server in known.items() if is_healthy(server)}
-        missing = [name for name in NAMES if name not in running]
+        running: dict[Name, Server] = {name: server for name, server in known.items() if is_healthy(server)}
+        missing: list[Name] = [name for name in NAMES if name not in running]
         for name in missing:
             if name in known:  # dead, or alive without an answer
                 _stop([known[name]])
@@ -322,8 +322,8 @@ def _wait_until_healthy(servers: list[Server]) -> None:
         if waiting and time.monotonic() > until:
             late = waiting[0]
             raise ServiceError(
-                f"{late.name} did not answer at {late.url} within {START_LIMIT_S:.0f} s; the last lines of {late.log}:\n"
-                f"{_last_lines(late.log)}"
+                f"{late.name} did not answer at {late.url} within {START_LIMIT_S:.0f} s; "
+                f"the last lines of {late.log}:\n{_last_lines(late.log)}"
             )
         if waiting:
             time.sleep(0.1)
