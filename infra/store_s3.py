@@ -1,0 +1,267 @@
+"""Objects in an S3 bucket, through obstore; the only file that imports it.
+
+A create-only put is one PUT with `If-None-Match: *`, whatever the size, so an object appears whole or not
+at all. Servers answer a lost one with 412, or 409 while the race is on: both mean ObjectExists here.
+
+Requests are tried again here and not in obstore, which never repeats a put that timed out. That is safe:
+a put that is repeated after its reply was lost finds its own object, and ObjectExists says no more than
+that the key is taken (see `Store.put_or_get`).
+
+Credentials, region and endpoint come from the AWS_* variables, else from the profile files, else from what
+obstore finds by itself (web identity, container, instance). No message repeats any of them.
+"""
+
+import configparser
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import cached_property
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
+
+import obstore  # noqa: TID251 this is the one place
+from obstore.exceptions import (  # noqa: TID251
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store  # noqa: TID251
+
+from data_contracts.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
+
+T = TypeVar("T")
+
+PART_BYTES = 16 * 2**20
+"""Larger objects are read in parts, and written by a client that allows more time."""
+
+LARGE_TIMEOUT_S = 900.0
+MAX_PUT_BYTES = 5 * 2**30
+"""What S3 takes in one PUT. Several parts would give up "whole or not at all" on some servers."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+PASSING_STATUS = re.compile(r"status code: (?:5\d\d|408|425|429)\b")
+ANY_STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
+CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+class S3Objects:
+    """The objects of one bucket."""
+
+    pacing = (0.05, 1.0)
+    parallel_reads = 16
+
+    def __init__(self, bucket: str, *, retry_s: float, timeout_s: float) -> None:
+        self._bucket = bucket
+        self._retry_s = retry_s
+        self._small = _open_client(bucket, timeout_s)
+        self._large = _open_client(bucket, max(timeout_s, LARGE_TIMEOUT_S))
+        self._lock = threading.Lock()
+
+    def put_new(self, key: str, body: bytes) -> None:
+        """Create `key`, durably and whole, or raise ObjectExists."""
+        self._put(key, body, "create")
+
+    def put(self, key: str, body: bytes) -> None:
+        """Create or replace `key`."""
+        self._put(key, body, "overwrite")
+
+    def get(self, key: str) -> bytes:
+        """Return all bytes of `key`, or raise ObjectMissing; large objects are read in parts at once."""
+
+        def read() -> bytes | int:
+            result = obstore.get(self._small, key)
+            size = result.meta["size"]
+            return bytes(result.bytes()) if size <= PART_BYTES else size
+
+        whole = self._attempt("read", key, read)
+        if isinstance(whole, bytes):
+            return whole
+        starts = range(0, whole, PART_BYTES)
+        parts = self._part_readers.map(lambda start: self._get_part(key, start, min(start + PART_BYTES, whole)), starts)
+        return b"".join(parts)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the bytes of every key, None for those that do not exist."""
+        if len(keys) < 2:
+            return [self._get_or_none(key) for key in keys]
+        return list(self._object_readers.map(self._get_or_none, keys))
+
+    def exists(self, key: str) -> bool:
+        """Tell whether `key` exists."""
+        try:
+            self._attempt("looked at", key, lambda: obstore.head(self._small, key))
+        except ObjectMissing:
+            return False
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        """Return all keys below the folder `prefix`."""
+
+        def read() -> list[str]:
+            pages = obstore.list(self._small, prefix or None)
+            return [entry["path"] for page in pages for entry in page]
+
+        return self._attempt("listed", prefix, read)
+
+    def delete(self, key: str) -> None:
+        """Remove `key` if it exists."""
+        try:
+            self._attempt("deleted", key, lambda: obstore.delete(self._small, key))
+        except ObjectMissing:
+            return
+
+    @cached_property
+    def _object_readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.parallel_reads, thread_name_prefix="s3-objects")
+
+    @cached_property
+    def _part_readers(self) -> ThreadPoolExecutor:
+        # Apart from the readers of objects, who wait for parts: one pool for both could wait for itself.
+        return ThreadPoolExecutor(8, thread_name_prefix="s3-parts")
+
+    def _put(self, key: str, body: bytes, mode: Literal["create", "overwrite"]) -> None:
+        if len(body) > MAX_PUT_BYTES:
+            raise StoreError(
+                f"s3://{self._bucket}/{key}: {len(body)} bytes are more than S3 takes at once"
+                f" ({MAX_PUT_BYTES}); store it as several objects"
+            )
+        client = self._small if len(body) <= PART_BYTES else self._large
+        self._attempt("written", key, lambda: obstore.put(client, key, body, mode=mode, use_multipart=False))
+
+    def _get_or_none(self, key: str) -> bytes | None:
+        try:
+            return self.get(key)
+        except ObjectMissing:
+            return None
+
+    def _get_part(self, key: str, start: int, end: int) -> bytes:
+        return self._attempt("read", key, lambda: bytes(obstore.get_range(self._small, key, start=start, end=end)))
+
+    def _attempt(self, what: str, key: str, request: Callable[[], T]) -> T:
+        """Do a request until it succeeds, cannot succeed, or has been tried for `retry_s`."""
+        name = f"s3://{self._bucket}/{key}"
+        started = time.monotonic()
+        pause_s = FIRST_PAUSE_S
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return request()
+            except AlreadyExistsError:
+                raise ObjectExists(f"{name}: exists already") from None
+            except FileNotFoundError as cause:
+                if "<Code>NoSuchBucket</Code>" in str(cause):
+                    raise StoreError(f"{name}: there is no bucket {self._bucket}; create it or name another") from None
+                raise ObjectMissing(f"{name}: no such object") from None
+            except (BaseError, OSError) as cause:
+                elapsed_s = time.monotonic() - started
+                if not _is_passing(cause) or elapsed_s + pause_s > self._retry_s:
+                    # The cause is not chained: its text holds the whole reply, and some replies hold keys.
+                    raise StoreError(_explain(name, what, cause, tries, elapsed_s)) from None
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _is_passing(cause: Exception) -> bool:
+    """Tell whether the same request may succeed later: throttling, server errors, and no reply at all."""
+    if isinstance(cause, PermissionDeniedError | UnauthenticatedError):
+        return False
+    text = str(cause)
+    return bool(PASSING_STATUS.search(text)) or not ANY_STATUS.search(text)
+
+
+def _explain(name: str, what: str, cause: Exception, tries: int, elapsed_s: float) -> str:
+    """Say in one sentence what failed, with the status and code of the reply and nothing else of it."""
+    text = str(cause)
+    status, code = ANY_STATUS.search(text), CODE.search(text)
+    if status:
+        why = status[1].strip() + (f" ({code[1]})" if code else "")
+    elif "edential" in text:
+        why = "no credentials were found"
+    else:
+        why = "no reply"
+    if isinstance(cause, PermissionDeniedError | UnauthenticatedError) or why == "no credentials were found":
+        remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they allow"
+    elif _is_passing(cause):
+        remedy = f"tried {tries} times in {elapsed_s:.1f} s; check AWS_ENDPOINT_URL and the server, and start again"
+    else:
+        remedy = "check AWS_REGION, AWS_ENDPOINT_URL and the bucket"
+    return f"{name}: could not be {what}: {why}; {remedy}"
+
+
+def _open_client(bucket: str, timeout_s: float) -> S3Store:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    options = {"region": "us-east-1"}
+    if not any(os.environ.get(name) for name in CREDENTIAL_VARIABLES):
+        options |= _read_profile()
+        if "access_key_id" not in options and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+            raise ConfigError(f"s3://{bucket}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    if region:
+        options["region"] = region
+    if endpoint:
+        options["endpoint"] = endpoint
+    allow_http = _is_loopback(endpoint) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    if endpoint.startswith("http://") and not allow_http:
+        raise ConfigError(
+            f"s3://{bucket}: AWS_ENDPOINT_URL is plain http on another machine;"
+            " use https, or set AWS_ALLOW_HTTP=true on a network you trust"
+        )
+    return S3Store(
+        bucket,
+        config={"conditional_put": "etag", **options},  # pyright: ignore[reportArgumentType]
+        client_options={
+            "allow_http": allow_http,
+            "timeout": timedelta(seconds=timeout_s),
+            "connect_timeout": timedelta(seconds=min(5.0, timeout_s)),
+        },
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+    )
+
+
+CREDENTIAL_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+
+
+def _read_profile() -> dict[str, str]:
+    """Return keys and region of the profile AWS_PROFILE ("default") in the files below ~/.aws."""
+    profile = os.environ.get("AWS_PROFILE") or "default"
+    folder = Path("~/.aws").expanduser()
+    secrets_file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"
+    config_file = os.environ.get("AWS_CONFIG_FILE") or folder / "config"
+    found: dict[str, str] = {}
+    for file, section in ((config_file, f"profile {profile}"), (config_file, profile), (secrets_file, profile)):
+        parser = configparser.RawConfigParser()
+        parser.read(file)
+        if parser.has_section(section):
+            found |= dict(parser.items(section))
+    names = {
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "session_token",
+        "region": "region",
+    }
+    return {names[name]: value for name, value in found.items() if name in names}
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
