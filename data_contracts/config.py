@@ -63,6 +63,8 @@ class AdditionEnv(Frozen):
     """Share of prompts, relative to the other envs."""
     max_operand: int = Field(default=99, gt=0, le=9999)
     """Largest number added."""
+    name: str = ""
+    """Name in prompt ids; empty takes `addition`. Two envs of a run need two names."""
 
 
 class ReasoningGymEnv(Frozen):
@@ -85,6 +87,8 @@ class ReasoningGymEnv(Frozen):
     """Text put before every question."""
     few_shot: int = Field(default=0, ge=0, le=16)
     """Solved examples shown before the question, as earlier turns of the chat."""
+    name: str = ""
+    """Name in prompt ids; empty takes that of the data set. Two envs of a run need two names."""
 
 
 class CustomEnv(Frozen):
