@@ -1,0 +1,90 @@
+"""Every metric by name, with unit and meaning. What is not declared here cannot be logged or drawn.
+
+A name ending in `/*` declares a family: one metric for each value of the last part, for example a reward
+component or an env.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from data_contracts.errors import ContractError
+
+METRICS: dict[str, tuple[str, str]] = {
+    "loss/total": ("loss", "what the optimizer minimized: surrogate and regularizers, mean over inner updates"),
+    "loss/policy": ("loss", "the surrogate alone"),
+    "loss/regularizers": ("loss", "the regularizers alone"),
+    "loss/clip_fraction_low": ("fraction", "tokens of the loss whose gradient is cut because the ratio fell too low"),
+    "loss/clip_fraction_high": ("fraction", "tokens of the loss whose gradient is cut because the ratio rose too high"),
+    "loss/weight_mean": (
+        "ratio",
+        "mean importance weight from the behavior to the proximal policy, 0 for dropped tokens",
+    ),
+    "loss/weight_dropped_fraction": ("fraction", "tokens that the importance weight removed from the loss"),
+    "policy/ratio_mean": ("ratio", "mean of current over behavior probability, by token of the loss"),
+    "policy/ratio_max": ("ratio", "largest current over behavior probability"),
+    "policy/ratio_min": ("ratio", "smallest current over behavior probability"),
+    "policy/ratio_p05": ("ratio", "5 % quantile of current over behavior probability"),
+    "policy/ratio_p50": ("ratio", "median of current over behavior probability"),
+    "policy/ratio_p95": ("ratio", "95 % quantile of current over behavior probability"),
+    "policy/ess_token": ("fraction", "effective sample size over tokens, (sum w)^2 / (n sum w^2) of the ratios"),
+    "policy/ess_sequence": ("fraction", "the same over sequences, with the product of a sequence's ratios"),
+    "policy/mismatch_k1": ("nats", "KL of behavior from trainer at equal version, mean of log behavior - log trainer"),
+    "policy/mismatch_k3": ("nats", "the same by the estimator rho - 1 - log rho, rho = trainer over behavior"),
+    "policy/mismatch_tokens": ("tokens", "tokens at equal version that the mismatch was measured on"),
+    "policy/kl_behavior": ("nats", "KL of behavior from current policy, estimator k3, all tokens of the loss"),
+    "policy/kl_proximal": ("nats", "KL of proximal from current policy, estimator k3"),
+    "policy/entropy": ("nats", "mean entropy of the next-token distribution at the sampling temperature"),
+    "optimizer/grad_norm": ("norm", "global norm of the gradient before clipping, mean over inner updates"),
+    "optimizer/learning_rate": ("rate", "learning rate of this step"),
+    "optimizer/updates": ("count", "optimizer updates of this step"),
+    "staleness/mean": (
+        "versions",
+        "mean age of the tokens offered to the loss: trainer version - version that sampled",
+    ),
+    "staleness/max": ("versions", "largest age of a token offered to the loss"),
+    "staleness/p95": ("versions", "95 % quantile of that age"),
+    "staleness/excluded_tokens": ("tokens", "sampled tokens that were too old and stayed as context only"),
+    "reward/mean": ("reward", "mean reward of the samples of the step"),
+    "reward/std": ("reward", "standard deviation of the rewards over the step (n)"),
+    "reward/zero_variance_groups": ("fraction", "groups whose rewards are all equal"),
+    "reward/component/*": ("reward", "mean of one named reward component"),
+    "length/mean": ("tokens", "mean response length"),
+    "length/max": ("tokens", "longest response"),
+    "length/better": ("tokens", "mean response length of samples above their group's mean reward"),
+    "length/worse": ("tokens", "mean response length of samples below their group's mean reward"),
+    "length/truncated": ("fraction", "samples cut off by the length limit"),
+    "train/tokens": ("tokens", "response tokens in the loss"),
+    "train/packed_tokens": ("tokens", "tokens that went through the linear layers"),
+    "train/padded_tokens": ("tokens", "tokens that a padded batch of the same samples would have taken"),
+    "train/samples": ("samples", "samples of the step"),
+    "train/groups": ("groups", "groups of the step"),
+    "train/step_s": ("s", "wall-clock time of the step's computation"),
+    "train/tokens_per_s": ("tokens/s", "response tokens in the loss by wall-clock time of the step's computation"),
+}
+
+HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "staleness/tokens": ("versions", "sampled tokens by age in versions, at consumption, excluded ones too"),
+    "staleness/samples": ("versions", "samples by age of their oldest token"),
+    "length/tokens": ("tokens", "samples by response length, buckets of powers of two, named by their upper end"),
+}
+
+
+def declared(name: str, names: Mapping[str, tuple[str, str]] = METRICS) -> tuple[str, str] | None:
+    """Return (unit, meaning) of a metric, through its family if need be; None if nobody declared it."""
+    if name in names:
+        return names[name]
+    folder, _, last = name.rpartition("/")
+    return names.get(f"{folder}/*") if last else None
+
+
+def check_names(metrics: Iterable[str], histograms: Iterable[str] = ()) -> None:
+    """Refuse undeclared names.
+
+    Raises:
+        ContractError: names those that are missing and where to declare them.
+    """
+    missing = [name for name in metrics if declared(name) is None]
+    missing += [name for name in histograms if declared(name, HISTOGRAMS) is None]
+    if missing:
+        raise ContractError(
+            f"metrics {missing} are not declared: add name, unit and meaning to data_contracts/metrics.py"
+        )

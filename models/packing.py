@@ -1,0 +1,380 @@
+"""Sequence packing: a forward pass that computes nothing for padding and shares common prompts.
+
+All sequences of a microbatch lie one after the other in a single row [1, T], positions restarting with each
+of them, so embeddings, norms and linear layers see real tokens only. A prompt that several samples share is
+put in once, its responses after all the prompts. Attention alone needs to know where a sequence ends: it runs
+on blocks of sequences of similar length, cut out of the row. Log-probabilities are computed for the asked
+tokens only, some rows at a time, so the [T, V] logits never exist at once.
+
+Works for decoder-only models of transformers that take their attention from its registry and treat positions
+by `position_ids`; `verify_packing` compares with the plain forward pass and refuses the others.
+
+Legend: T tokens in the row, N asked tokens, V vocabulary, H heads, D head width, M sequences of a block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from data_contracts.errors import ConfigError
+from models.logprobs import head_of, target_logprobs
+from models.samples import Sample
+
+ATTENTION = "rollflow_packed"
+"""Name of the packed attention in the registry of transformers."""
+LENGTH_WASTE = 0.25
+"""A block takes sequences down to this fraction below its longest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """M sequences whose attention runs at once. Its queries are the next rows of the packed row."""
+
+    num_rows: int
+    """Rows of the packed row that are its queries."""
+    shape: tuple[int, int]
+    """(M, longest query length)."""
+    query_index: Tensor | None
+    """[M * longest] rows within the block's own rows; None when all lengths are equal."""
+    valid: Tensor | None
+    """[num_rows] places of the real queries among M * longest; None when all lengths are equal."""
+    key_index: Tensor | None
+    """[M * keys] rows of the whole row; None when keys are the queries' own rows."""
+    mask: Tensor | None
+    """[M or 1, 1, longest, keys] bool, True where a query may look; None for a causal block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed row and the tokens whose log-probabilities are asked for."""
+
+    input_ids: Tensor
+    """[1, T] int64."""
+    position_ids: Tensor
+    """[1, T] int64."""
+    blocks: tuple[Block, ...]
+    predicted_at: Tensor
+    """[N] row whose output predicts the token."""
+    targets: Tensor
+    """[N] int64 token ids, sample by sample in the order given."""
+    temperature: Tensor | None
+    """[N] float32; None when it is 1 everywhere."""
+
+    @property
+    def num_rows(self) -> int:
+        """T, tokens that go through the linear layers."""
+        return self.input_ids.shape[1]
+
+
+def pack(samples: Sequence[Sample], *, share_prompts: bool = True) -> Packed:
+    """Lay out samples in one row, asking for every token that the policy sampled.
+
+    Tokens after the last sampled one are left out: nothing depends on them.
+    """
+    if not samples:
+        raise ValueError("pack needs at least one sample")
+    last = [int(np.flatnonzero(s.action_mask)[-1]) if s.action_mask.any() else 0 for s in samples]
+    units: dict[bytes, list[int]] = {}
+    for i, sample in enumerate(samples):
+        key = sample.prompt_ids.tobytes() if share_prompts else i.to_bytes(8, "big")
+        units.setdefault(key, []).append(i)
+    whole: list[tuple[np.ndarray, list[int]]] = []
+    tails: list[tuple[int, int]] = []
+    for number, members in enumerate(units.values()):
+        head = samples[members[0]].prompt_ids
+        if len(members) == 1:
+            head = np.concatenate([head, samples[members[0]].response_ids[: last[members[0]]]])
+        else:
+            tails += [(i, number) for i in members if last[i] > 0]
+        whole.append((head, members))
+    return _Layout(samples, last, whole, tails).packed()
+
+
+class _Layout:
+    """Places heads (a prompt, or a whole sequence that shares nothing) and then the tails of shared prompts."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        last: list[int],
+        heads: list[tuple[np.ndarray, list[int]]],
+        tails: list[tuple[int, int]],
+    ) -> None:
+        self.samples, self.last = samples, last
+        self.heads, self.tails = heads, tails
+        self.head_start = np.zeros(len(heads), np.int64)
+        self.first_row = np.zeros(len(samples), np.int64)  # row that predicts a sample's first response token
+        self.tail_start = np.zeros(len(samples), np.int64)  # row of its first response token
+        self.ids: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.rows = 0
+
+    def packed(self) -> Packed:
+        blocks = [*self._place_heads(), *self._place_tails()]
+        predicted_at, targets, temperature = self._asked()
+        plain = not temperature.size or bool((temperature == 1).all())
+        return Packed(
+            input_ids=torch.from_numpy(np.concatenate(self.ids).astype(np.int64))[None],
+            position_ids=torch.from_numpy(np.concatenate(self.positions))[None],
+            blocks=tuple(blocks),
+            predicted_at=torch.from_numpy(predicted_at),
+            targets=torch.from_numpy(targets),
+            temperature=None if plain else torch.from_numpy(temperature),
+        )
+
+    def _place(self, ids: np.ndarray, first_position: int) -> int:
+        start = self.rows
+        self.ids.append(ids)
+        self.positions.append(np.arange(first_position, first_position + len(ids), dtype=np.int64))
+        self.rows += len(ids)
+        return start
+
+    def _place_heads(self) -> list[Block]:
+        lengths = np.array([len(ids) for ids, _ in self.heads])
+        order = np.argsort(-lengths, kind="stable")
+        for unit in order:
+            ids, members = self.heads[unit]
+            start = self.head_start[unit] = self._place(ids, 0)
+            for i in members:
+                self.first_row[i] = start + len(self.samples[i].prompt_ids) - 1
+                self.tail_start[i] = start + len(self.samples[i].prompt_ids)
+        return [_causal_block(lengths[order[a:b]]) for a, b in _similar(lengths[order])]
+
+    def _place_tails(self) -> list[Block]:
+        if not self.tails:
+            return []
+        members = np.array([i for i, _ in self.tails])
+        prompts = self.head_start[[unit for _, unit in self.tails]]
+        lengths = np.array([self.last[i] for i in members])
+        prompt_lengths = np.array([len(self.samples[i].prompt_ids) for i in members])
+        order = np.lexsort((np.arange(len(members)), -prompt_lengths, -lengths))
+        for at in order:
+            i = members[at]
+            self.tail_start[i] = self._place(self.samples[i].response_ids[: self.last[i]], int(prompt_lengths[at]))
+        starts = self.tail_start[members]
+        return [
+            _tail_block(lengths[o], starts[o], prompt_lengths[o], prompts[o])
+            for a, b in _similar(lengths[order])
+            for o in [order[a:b]]
+        ]
+
+    def _asked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        predicted_at, targets, temperature = [], [], []
+        for i, sample in enumerate(self.samples):
+            at = np.flatnonzero(sample.action_mask)
+            predicted_at.append(np.where(at == 0, self.first_row[i], self.tail_start[i] + at - 1))
+            targets.append(sample.response_ids[at])
+            temperature.append(np.full(len(at), sample.temperature, np.float32))
+        return (
+            np.concatenate(predicted_at).astype(np.int64),
+            np.concatenate(targets).astype(np.int64),
+            np.concatenate(temperature),
+        )
+
+
+def _similar(descending: np.ndarray) -> list[tuple[int, int]]:
+    """Cut lengths that descend into runs (start, stop) of similar ones."""
+    runs, start = [], 0
+    for i in range(1, len(descending) + 1):
+        if i == len(descending) or descending[i] < (1 - LENGTH_WASTE) * descending[start]:
+            runs.append((start, i))
+            start = i
+    return runs
+
+
+def _padded(lengths: np.ndarray, starts: np.ndarray) -> Tensor:
+    """Return rows [M * longest] of sequences at `starts`; the padding repeats a sequence's last row."""
+    within = np.minimum(np.arange(lengths.max()), np.maximum(lengths[:, None] - 1, 0))
+    return torch.from_numpy((starts[:, None] + within).reshape(-1))
+
+
+def _queries(lengths: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
+    if (lengths == lengths[0]).all():
+        return None, None
+    starts = np.cumsum(lengths) - lengths
+    real = np.arange(lengths.max()) < lengths[:, None]
+    return _padded(lengths, starts), torch.from_numpy(np.flatnonzero(real))
+
+
+def _causal_block(lengths: np.ndarray) -> Block:
+    # padding stands behind the real tokens, so causality alone hides it
+    query_index, valid = _queries(lengths)
+    return Block(int(lengths.sum()), (len(lengths), int(lengths.max())), query_index, valid, None, None)
+
+
+def _tail_block(lengths: np.ndarray, starts: np.ndarray, prompt_lengths: np.ndarray, prompts: np.ndarray) -> Block:
+    query_index, valid = _queries(lengths)
+    shape = (len(lengths), int(lengths.max()))
+    of_prompt = _padded(prompt_lengths, prompts).view(shape[0], -1)
+    own = _padded(lengths, starts).view(shape)
+    causal = np.tri(shape[1], dtype=bool)
+    seen = np.arange(of_prompt.shape[1]) < prompt_lengths[:, None]
+    if seen.all():
+        seen = seen[:1]
+    mask = np.concatenate(
+        [
+            np.broadcast_to(seen[:, None, None, :], (len(seen), 1, shape[1], seen.shape[1])),
+            np.broadcast_to(causal, (len(seen), 1, *causal.shape)),
+        ],
+        axis=-1,
+    )
+    return Block(
+        int(lengths.sum()), shape, query_index, valid, torch.cat([of_prompt, own], 1).view(-1), torch.from_numpy(mask)
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed: Packed | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend within the sequences of a packed row [1, H, T, D]; without `packed`, as the sdpa of transformers.
+
+    Raises:
+        ConfigError: the model asks for something that packing does not do.
+    """
+    if packed is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if odd and not (odd == ["sliding_window"] and _window_is_idle(packed, int(kwargs["sliding_window"]))):  # type: ignore[call-overload]
+        raise ConfigError(
+            f"packed attention: expected plain causal attention, got a model with {odd}; choose another model"
+        )
+    rows = [t[0].transpose(0, 1) for t in (query, key, value)]  # [T, H, D] each
+    sizes = [block.num_rows for block in packed.blocks]
+    parts = zip(packed.blocks, *(t.split(sizes) for t in rows), strict=True)
+    outputs = [_attend(block, q, k, v, rows[1], rows[2], scaling) for block, q, k, v in parts]
+    return torch.cat(outputs)[None], None
+
+
+def _window_is_idle(packed: Packed, window: int) -> bool:
+    return int(packed.position_ids.max()) < window
+
+
+def _attend(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, all_k: Tensor, all_v: Tensor, scaling: float | None
+) -> Tensor:
+    """Return the outputs [rows of the block, H, D]."""
+    num, longest = block.shape
+    if block.query_index is not None:
+        q = q.index_select(0, block.query_index)
+    if block.key_index is not None:
+        k, v = all_k.index_select(0, block.key_index), all_v.index_select(0, block.key_index)
+    elif block.query_index is not None:
+        k, v = k.index_select(0, block.query_index), v.index_select(0, block.query_index)
+    q, k, v = (t.view(num, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    out = out.transpose(1, 2).reshape(num * longest, *out.shape[1:2], out.shape[3])
+    return out if block.valid is None else out.index_select(0, block.valid)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+
+
+def packed_logprobs(model: PreTrainedModel, packed: Packed, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy of every asked token, [N] float32 each, with gradient.
+
+    They are those of the distribution sampled from: the logits are divided by the sample's temperature. The
+    entropy carries a gradient only with `entropy_grad`. The model is left with packed attention as its
+    attention, which without a packed row is the sdpa of transformers.
+    """
+    if model.config._attn_implementation != ATTENTION:
+        model.set_attn_implementation(ATTENTION)
+    # A mask of four dimensions is taken as ready-made; none is built, and packed_attention looks at `packed`.
+    unused = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=packed.input_ids.device)
+    hidden = model.base_model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=unused,
+        use_cache=False,
+        packed=packed,
+    ).last_hidden_state[0]
+    asked = hidden.index_select(0, packed.predicted_at)
+    return target_logprobs(asked, head_of(model), packed.targets, packed.temperature, entropy_grad=entropy_grad)
+
+
+def microbatches(samples: Sequence[Sample], tokens: int) -> list[list[int]]:
+    """Split samples into lists of indices whose packed rows hold at most `tokens` each.
+
+    Longest first, samples of one prompt together, in an order that depends on the samples alone. A prompt with
+    its samples is split only if they do not fit together; a sample longer than `tokens` is alone.
+    """
+    units: dict[bytes, list[int]] = {}
+    for i, sample in enumerate(samples):
+        units.setdefault(sample.prompt_ids.tobytes(), []).append(i)
+    longest = {key: max(len(samples[i].response_ids) for i in members) for key, members in units.items()}
+    order = sorted(units, key=lambda key: -len(samples[units[key][0]].prompt_ids) - longest[key])
+    batches: list[list[int]] = []
+    room = 0
+    for key in order:
+        prompt = len(samples[units[key][0]].prompt_ids)
+        members = sorted(units[key], key=lambda i: -len(samples[i].response_ids))
+        needed = prompt + sum(len(samples[i].response_ids) for i in members)
+        if needed > room and batches and needed <= tokens:
+            room = 0
+        opened = False
+        for i in members:
+            cost = len(samples[i].response_ids) + (0 if opened else prompt)
+            if cost > room or not batches:
+                batches.append([])
+                room, cost = tokens, len(samples[i].response_ids) + prompt
+            batches[-1].append(i)
+            room -= cost
+            opened = True
+    return batches
+
+
+def verify_packing(model: PreTrainedModel) -> None:
+    """Compare packed and plain log-probabilities on a few short sequences.
+
+    Raises:
+        ConfigError: they differ, so this architecture cannot be packed.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocabulary, size) for size in (4, 4, 7)]
+    prompts[1] = prompts[0]
+    samples = [
+        _probe_sample(prompt, rng.integers(0, vocabulary, size))
+        for prompt, size in zip(prompts, (3, 5, 2), strict=True)
+    ]
+    with torch.no_grad():
+        got = packed_logprobs(model, pack(samples))[0]
+        want = torch.cat([_plain_logprobs(model, sample) for sample in samples])
+    tolerance = 1e-3 if got.dtype == model.dtype else 0.2
+    difference = (got - want).abs().max().item()
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{type(model).__name__}: packed log-probabilities differ from the plain ones by {difference:.2g}, expected at most "
+            f"{tolerance}; this architecture cannot be trained packed"
+        )
+
+
+def _probe_sample(prompt: np.ndarray, response: np.ndarray) -> Sample:
+    every = np.ones(len(response), bool)
+    return Sample(prompt, response, every, np.zeros(len(response), np.float32), np.zeros(len(response), np.int32))
+
+
+def _plain_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]))[None].to(model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]

@@ -1,0 +1,114 @@
+"""The tokens of one training step, flat, with what is fixed before the first forward pass.
+
+Legend: S samples, N sampled tokens (one after the other, sample by sample), K groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_contracts.algorithm import AlgorithmConfig
+from models.advantages import ADVANTAGES, Outcomes
+from models.samples import Sample
+from models.tokens import TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """Samples of a step and their sampled tokens; only these tokens can be in the loss."""
+
+    samples: tuple[Sample, ...]
+    offsets: np.ndarray
+    """[S + 1] int64: sample i owns tokens offsets[i] to offsets[i + 1]."""
+    group: Tensor
+    """[S] int64, 0 to num_groups - 1."""
+    num_groups: int
+    rewards: Tensor
+    """[S] float64."""
+    behavior: Tensor
+    """[N] float32 nats."""
+    versions: Tensor
+    """[N] int64."""
+    fresh: Tensor
+    """[N] bool, False where the token is too old for the loss."""
+    mask: Tensor
+    """[N] bool, True where the token is in the loss."""
+    sequence: Tensor
+    """[N] int64, index of the token's sample."""
+    advantages: Tensor
+    """[N] float32."""
+    version: int
+    """Version of the weights at the start of the step."""
+
+    def tokens_of(self, members: Sequence[int]) -> Tensor:
+        """Return the places [n] in the flat arrays of all tokens of some samples, in the order of the samples."""
+        ranges = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in members]
+        return torch.from_numpy(np.concatenate(ranges) if ranges else np.zeros(0, np.int64))
+
+    def token_batch(
+        self, members: Sequence[int], at: Tensor, logp: Tensor, proximal: Tensor, entropy: Tensor
+    ) -> TokenBatch:
+        """Return what a loss sees of some samples; `at` is `tokens_of(members)`."""
+        local = torch.zeros(len(self.samples), dtype=torch.int64)
+        local[torch.tensor(members, dtype=torch.int64)] = torch.arange(len(members))
+        device = logp.device
+        return TokenBatch(
+            logp=logp,
+            proximal=proximal.to(device),
+            behavior=self.behavior[at].to(device),
+            advantages=self.advantages[at].to(device),
+            mask=self.mask[at].to(device),
+            sequence=local[self.sequence[at]].to(device),
+            num_sequences=len(members),
+            rewards=self.rewards[torch.tensor(members, dtype=torch.int64)].float().to(device),
+            versions=self.versions[at].to(device),
+            version=self.version,
+            entropy=entropy,
+        )
+
+
+def step_data(
+    groups: Sequence[Sequence[Sample]], algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None
+) -> StepData:
+    """Flatten groups, decide which tokens are in the loss, and compute advantages.
+
+    A token is in the loss when the policy sampled it at most `max_staleness` versions before `version` (and,
+    with `truncated` mask, when its response was not cut off).
+    """
+    samples = tuple(sample for group in groups for sample in group)
+    acted = [np.asarray(s.action_mask, bool) for s in samples]
+    counts = np.array([int(a.sum()) for a in acted], np.int64)
+    sequence = torch.from_numpy(np.repeat(np.arange(len(samples)), counts))
+    versions = torch.from_numpy(_flat([s.policy_versions for s in samples], acted, np.int64))
+    fresh = torch.ones_like(versions, dtype=torch.bool)
+    if max_staleness is not None:
+        fresh = version - versions <= max_staleness
+    mask = fresh
+    if algorithm.truncated == "mask":
+        whole = torch.tensor([s.finish_reason != "length" for s in samples], dtype=torch.bool)
+        mask = fresh & whole[sequence]
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    group = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups]))
+    outcomes = Outcomes(rewards, group, len(groups), mask, sequence)
+    return StepData(
+        samples=samples,
+        offsets=np.concatenate([[0], np.cumsum(counts)]),
+        group=group,
+        num_groups=len(groups),
+        rewards=rewards,
+        behavior=torch.from_numpy(_flat([s.behavior_logprobs for s in samples], acted, np.float32)),
+        versions=versions,
+        fresh=fresh,
+        mask=mask,
+        sequence=sequence,
+        advantages=ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float(),
+        version=version,
+    )
+
+
+def _flat(arrays: list[np.ndarray], acted: list[np.ndarray], dtype: type) -> np.ndarray:
+    parts = [np.asarray(array)[mask] for array, mask in zip(arrays, acted, strict=True)]
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
