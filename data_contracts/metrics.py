@@ -59,6 +59,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "train/groups": ("groups", "groups of the step"),
     "train/step_s": ("s", "wall-clock time of the step's computation"),
     "train/tokens_per_s": ("tokens/s", "response tokens in the loss by wall-clock time of the step's computation"),
+    "eval/accuracy": ("fraction", "held-out prompts that the version answers right, without sampling"),
+    "eval/reward": ("reward", "mean reward of the version's answers to held-out prompts, without sampling"),
+    "export/commit": ("version", "newest commit that the exporter has written to the tracking server"),
+    "export/evaluation": ("record", "newest record of log/eval that the exporter has written, by record number"),
 }
 
 HISTOGRAMS: dict[str, tuple[str, str]] = {
