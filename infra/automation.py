@@ -58,6 +58,12 @@ def ensure_automation(api_url: str | None = None, within_s: float = WITHIN_S) ->
 
 def crash_automation(within_s: float = WITHIN_S) -> AutomationCore:
     """Return the automation: after a heartbeat, neither another nor an end within `within_s` makes Crashed."""
+    crash = ChangeFlowRunState(
+        name=None,
+        state=StateType.CRASHED,
+        message=f"no heartbeat for {within_s:.0f} s: the process of this flow run is gone",
+        force=False,
+    )
     return AutomationCore(
         name=NAME,
         description="Made by `rollflow up`. A killed process cannot report its own end.",
@@ -70,12 +76,7 @@ def crash_automation(within_s: float = WITHIN_S) -> AutomationCore:
             threshold=1,
             within=timedelta(seconds=within_s),
         ),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.CRASHED,
-                message=f"no heartbeat for {within_s:.0f} s: the process of this flow run is gone",
-            )
-        ],
+        actions=[crash],
     )
 
 

@@ -49,7 +49,13 @@ def make_home(folder: Path | None = None) -> Path:
 
 
 def apply_defaults() -> None:
-    """Set every variable of `DEFAULTS`, and PREFECT_HOME below `home()`, where it is unset."""
+    """Set every variable of `DEFAULTS`, and PREFECT_HOME below `home()`, where it is unset.
+
+    Creates the folder of PREFECT_HOME: Prefect, when imported, warns if its parents are missing.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    if "PREFECT_HOME" not in os.environ:
+        folder = home() / "prefect"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["PREFECT_HOME"] = str(folder)

@@ -1,0 +1,520 @@
+"""The exporter: follows the records of a run into one MLflow run, at its own pace. Only this file imports MLflow.
+
+The records are the truth and MLflow is a view of it, which may be slow, down, or restored from yesterday. The
+exporter therefore remembers nothing: at every pass it asks MLflow what it holds and adds what is missing.
+
+- Where to go on. Every commit's metrics go out in one call together with a marker, and MLflow's SQL stores
+  write the metrics of a call in one transaction: the newest marker says which commits are in. Whatever else
+  belongs to a commit (lineage, registered version) is written before the marker.
+- Exactly once. Values, steps and timestamps come from the records alone. To MLflow's SQL stores a point that is
+  equal in all of them is the same row, so a call that is repeated because its reply was lost, or by a second
+  exporter, changes nothing. Runs and model versions have no such key: they are looked for by their tags before
+  and again after they are made, and of two the younger is deleted.
+- Status. `end` makes FINISHED and `fail` FAILED. A stopped run can be resumed, so `stop` makes SCHEDULED, with
+  the tag rollflow.state saying why; `start` makes RUNNING again. KILLED is never set: a killed run has no one
+  to write a record, and goes on when it is started again.
+
+Nobody waits for the exporter but the end of the run, for `tracking.drain_s`.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from data_contracts.config import RunConfig
+from data_contracts.errors import ConfigError, ProtocolError, ServiceError
+from data_contracts.records import Commit, Control, Evaluation, Record
+from infra import history, settings
+from infra.history import Gathered, Point
+from infra.log import Log
+from infra.store import Store
+
+settings.apply_defaults()  # MLflow reads its environment, telemetry first of all, when it is imported
+
+from mlflow import MlflowClient  # noqa: E402, TID251
+from mlflow.entities import (  # noqa: E402, TID251
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModel,
+    LoggedModelStatus,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+)
+from mlflow.entities.model_registry import ModelVersion  # noqa: E402, TID251
+from mlflow.exceptions import MlflowException  # noqa: E402, TID251
+from requests.exceptions import RequestException  # noqa: E402
+
+logger = logging.getLogger("rollflow.export")
+
+MAX_METRICS_PER_CALL = 1000
+MAX_NAMES_PER_CALL = 100
+COMMITS_AT_ONCE = 200
+STATUSES = {"running": "RUNNING", "ended": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
+CHAMPION, CANDIDATE = "champion", "candidate"
+
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+
+class Exporter:
+    """Exports one run. Make one per process; any number may work on the same run without harm.
+
+    Args:
+        store: the run's prefix.
+        uri: tracking server; None takes config.tracking.uri, then MLFLOW_TRACKING_URI.
+        config: the run's resolved configuration.
+        run_id: the run's id; the MLflow run is found by it (tag rollflow.run_id).
+        packages: package to version, for tags.
+        flow_run_id: id of the Prefect flow run, for a tag; empty for none.
+        flow_run_url: its page.
+
+    Raises:
+        ConfigError: no tracking server is named anywhere.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        uri: str | None,
+        config: RunConfig,
+        run_id: str,
+        *,
+        packages: Mapping[str, str] | None = None,
+        flow_run_id: str = "",
+        flow_run_url: str = "",
+    ) -> None:
+        self.uri = uri or config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not self.uri:
+            raise ConfigError("tracking.uri is not set and MLFLOW_TRACKING_URI neither: run `rollflow up`, or name one")
+        self._store = store
+        self._config = config
+        self._run_id = run_id
+        self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        self._commits = Log(store, "log/commit", Commit)
+        self._control = Cached(Log(store, "log/control", Control))
+        self._evaluations = Cached(Log(store, "log/eval", Evaluation))
+        self._model_name = history.model_name(config)
+        self._params = history.flatten(config)
+        self._tags = _run_tags(store.url, run_id, packages or {}, flow_run_id, flow_run_url)
+        self._mlflow_run_id: str | None = None
+        self._versions: dict[int, ModelVersion] | None = None
+
+    @property
+    def run_url(self) -> str:
+        """Page of the MLflow run; empty before the first pass that reached the server."""
+        return f"{self.uri}/#/runs/{self._mlflow_run_id}" if self._mlflow_run_id else ""
+
+    def export_available(self) -> int:
+        """Bring MLflow up to the records that exist now; return how many commits and evaluations were new to it.
+
+        Raises:
+            ServiceError: the server does not answer (within about ten seconds) or refuses; call again later.
+            ContractError: a record carries a metric that data_contracts/metrics.py does not declare.
+            StoreError: the run's store fails.
+        """
+        # Read first: whatever was committed before the run ended is then among what follows.
+        state = history.run_state(self._control.read())
+        self._versions = None
+        with _as_service_error(self.uri):
+            run = self._find_run() or self._create_run()
+            self._describe(run)
+            num_commits = self._export_commits(run)
+            num_evaluations = self._export_evaluations(run)
+            self._export_state(run, state)
+        return num_commits + num_evaluations
+
+    # The run
+
+    def _find_run(self) -> Run | None:
+        if self._mlflow_run_id is not None:
+            run = _found(self._client.get_run, self._mlflow_run_id)
+            if run is not None and run.info.lifecycle_stage == "active":
+                return run
+        found = self._search_runs(self._experiment_id())
+        self._mlflow_run_id = found[0].info.run_id if found else None
+        return found[0] if found else None
+
+    def _create_run(self) -> Run:
+        started = self._control.read()
+        experiment_id = self._experiment_id()
+        made = self._client.create_run(
+            experiment_id,
+            start_time=int(started[0].at * 1000) if started else None,
+            tags={"rollflow.run_id": self._run_id},
+            run_name=self._run_id,
+        )
+        oldest = self._search_runs(experiment_id)[0]
+        if oldest.info.run_id != made.info.run_id:  # another exporter, or a call whose reply was lost
+            self._client.delete_run(made.info.run_id)
+        self._mlflow_run_id = oldest.info.run_id
+        return oldest
+
+    def _search_runs(self, experiment_id: str) -> list[Run]:
+        wanted = f"tags.`rollflow.run_id` = '{self._run_id}'"
+        return sorted(
+            self._client.search_runs([experiment_id], wanted), key=lambda run: (run.info.start_time, run.info.run_id)
+        )
+
+    def _experiment_id(self) -> str:
+        name = self._config.tracking.experiment
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                return self._client.create_experiment(name)
+            except MlflowException as cause:
+                if cause.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                experiment = self._client.get_experiment_by_name(name)
+        if experiment is None or experiment.lifecycle_stage != "active":
+            raise ServiceError(
+                f"MLflow at {self.uri}: experiment {name} is deleted there: restore it, or choose another "
+                "tracking.experiment"
+            )
+        return experiment.experiment_id
+
+    def _describe(self, run: Run) -> None:
+        """Add the parameters, tags and prompt sources that the MLflow run lacks."""
+        params = [Param(key, value) for key, value in self._params.items() if key not in run.data.params]
+        tags = [RunTag(key, value) for key, value in self._tags.items() if run.data.tags.get(key) != value]
+        for part in _cut(params, MAX_NAMES_PER_CALL):
+            self._client.log_batch(run.info.run_id, params=part, synchronous=True)
+        for part in _cut(tags, MAX_NAMES_PER_CALL):
+            self._client.log_batch(run.info.run_id, tags=part, synchronous=True)
+        known = {(item.dataset.name, item.dataset.digest) for item in (run.inputs.dataset_inputs if run.inputs else [])}
+        inputs = [env for env in history.env_inputs(self._config) if (env.name, env.digest) not in known]
+        if inputs:
+            self._client.log_inputs(run.info.run_id, [_dataset_input(env) for env in inputs])
+
+    # Commits
+
+    def _export_commits(self, run: Run) -> int:
+        first = _next_number(run, history.COMMIT_MARKER)
+        before = self._commits.read(first - 1) if first else None
+        num_exported = 0
+        while commits := self._commits.read_from(first + num_exported, limit=COMMITS_AT_ONCE):
+            self._export_some(run, before, commits)
+            before = commits[-1]
+            num_exported += len(commits)
+        return num_exported
+
+    def _export_some(self, run: Run, before: Commit | None, commits: Sequence[Commit]) -> None:
+        """Export successive commits; `before` is the one before the first."""
+        pending: list[Point] = []
+        for commit in commits:
+            points = history.commit_points(commit, self._gather(before, commit))
+            if len(pending) + len(points) > MAX_METRICS_PER_CALL:
+                self._log_points(run, pending)
+                pending = []
+            if history.is_registered(commit.version, self._config):
+                # Its lineage and its version stand before the marker that says it is done.
+                self._log_lineage(run, commit.version)
+                self._register(run, commit)
+            pending += points
+            before = commit
+        self._log_points(run, pending)
+
+    def _gather(self, before: Commit | None, commit: Commit) -> list[Gathered]:
+        """Return the records of other logs that this commit's writer had seen and that of the one before had not."""
+        gathered: list[Gathered] = []
+        for path, kind, numbers in history.seen_first(before.positions if before else {}, commit.positions):
+            gathered += Log(self._store, path, kind).read_from(numbers.start, limit=len(numbers))
+        return gathered
+
+    def _log_points(self, run: Run, points: Sequence[Point], model_id: str | None = None) -> None:
+        for part in _cut(points, MAX_METRICS_PER_CALL):
+            metrics = [
+                Metric(p.key, p.value, p.at_ms, p.step, model_id=None if p.key in history.MARKERS else model_id)
+                for p in part
+            ]
+            self._client.log_batch(run.info.run_id, metrics=metrics, synchronous=True)
+
+    def _lineage_path(self, version: int) -> tuple[int, str]:
+        """Return the first version of the block of register_every versions that `version` lies in, and its file."""
+        every = self._config.tracking.register_every
+        first = max(0, (version - 1) // every * every + 1)
+        return first, f"lineage/{first:010d}.json"
+
+    def _log_lineage(self, run: Run, version: int) -> None:
+        """Write the file that says what the versions up to `version`, since the last milestone, were trained on."""
+        first, path = self._lineage_path(version)
+        commits = self._commits.read_from(first, limit=version - first + 1)
+        self._client.log_text(run.info.run_id, json.dumps(history.lineage(commits), indent=1), path)
+
+    # Registered versions
+
+    def _register(self, run: Run, commit: Commit) -> ModelVersion:
+        """Return the registered version of a commit, registering it if need be; the newest is the candidate."""
+        if commit.version not in self._registered():
+            self._register_new(run, commit)
+        registered = self._registered()
+        if commit.version == max(registered):
+            self._client.set_registered_model_alias(
+                self._model_name, CANDIDATE, str(registered[commit.version].version)
+            )
+        return registered[commit.version]
+
+    def _register_new(self, run: Run, commit: Commit) -> None:
+        self._ensure_registered_model()
+        model = self._external_model(run, commit)
+        made = self._client.create_model_version(
+            self._model_name,
+            source=f"models:/{model.model_id}",
+            run_id=run.info.run_id,
+            model_id=model.model_id,
+            await_creation_for=0,
+            tags=history.version_tags(commit, self._run_id, self._store.url, self._lineage_path(commit.version)[1]),
+            description=f"policy version {commit.version} of run {self._run_id}, digest {commit.weights.digest}",
+        )
+        self._versions = None
+        oldest = self._registered()[commit.version]
+        if oldest.version != made.version:
+            self._client.delete_model_version(self._model_name, str(made.version))
+
+    def _registered(self) -> dict[int, ModelVersion]:
+        """Return the versions of this run that MLflow has, by policy version; of doubles the oldest."""
+        if self._versions is None:
+            wanted = f"name = '{self._model_name}' and tags.`rollflow.run_id` = '{self._run_id}'"
+            found = self._client.search_model_versions(wanted, max_results=10_000)
+            found = sorted(found, key=lambda version: -int(version.version))
+            self._versions = {int(version.tags["rollflow.version"]): version for version in found}
+        return self._versions
+
+    def _ensure_registered_model(self) -> None:
+        try:
+            self._client.create_registered_model(self._model_name, tags={"rollflow.name": self._config.name})
+        except MlflowException as cause:
+            if cause.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    def _external_model(self, run: Run, commit: Commit) -> LoggedModel:
+        """Return MLflow's entry for a model whose weights lie elsewhere; its server takes no other local source."""
+        name = f"policy-v{commit.version}"
+        found = self._search_models(run, name)
+        if found:
+            model = found[0]
+        else:
+            made = self._client.create_logged_model(
+                run.info.experiment_id,
+                name=name,
+                source_run_id=run.info.run_id,
+                tags={"mlflow.model.isExternal": "true", "rollflow.run_id": self._run_id},
+                params={
+                    "uri": history.shorten(f"{self._store.url}/{commit.weights.objects[0].key}"),
+                    "version": str(commit.version),
+                    "digest": commit.weights.digest,
+                },
+            )
+            model = (self._search_models(run, name) or [made])[0]
+            if model.model_id != made.model_id:
+                self._client.delete_logged_model(made.model_id)
+        if model.status != LoggedModelStatus.READY:
+            model = self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        return model
+
+    def _search_models(self, run: Run, name: str) -> list[LoggedModel]:
+        wanted = f"name = '{name}' AND source_run_id = '{run.info.run_id}'"
+        found = self._client.search_logged_models([run.info.experiment_id], wanted)
+        return sorted(found, key=lambda model: (model.creation_timestamp, model.model_id))
+
+    # Evaluations
+
+    def _export_evaluations(self, run: Run) -> int:
+        evaluations = self._evaluations.read()
+        first = _next_number(run, history.EVALUATION_MARKER)
+        for number, evaluation in enumerate(evaluations[first:], start=first):
+            is_first = all(earlier.version != evaluation.version for earlier in evaluations[:number])
+            points = history.evaluation_points(number, evaluation, is_first=is_first)
+            model_id = self._export_evaluation(run, number, evaluation) if is_first else None
+            self._log_points(run, points, model_id)
+        return max(0, len(evaluations) - first)
+
+    def _export_evaluation(self, run: Run, number: int, evaluation: Evaluation) -> str | None:
+        """Write what belongs to an evaluation besides its points; return MLflow's id of the model evaluated."""
+        self._client.log_text(run.info.run_id, evaluation.model_dump_json(indent=1), f"evaluations/{number:010d}.json")
+        commit = self._commits.read(evaluation.version)
+        if commit is None:
+            raise ProtocolError(f"log/eval record {number} evaluates version {evaluation.version}, which has no commit")
+        version = self._register(run, commit)
+        if commit.weights.digest != evaluation.digest:
+            raise ProtocolError(
+                f"log/eval record {number} evaluated weights {evaluation.digest} as version {evaluation.version}, "
+                f"whose commit says {commit.weights.digest}"
+            )
+        for key, value in sorted(evaluation.metrics.items()):
+            self._client.set_model_version_tag(self._model_name, version.version, history.safe_key(key), repr(value))
+        decisive = history.headline(evaluation)
+        if decisive is not None:
+            self._crown(version, *decisive)
+        return version.model_id
+
+    def _crown(self, version: ModelVersion, key: str, value: float) -> None:
+        """Make `version` the champion if it is strictly better than the one there is."""
+        if not math.isfinite(value):
+            return
+        crowned = self._client.get_registered_model(self._model_name).aliases.get(CHAMPION)
+        champion = self._client.get_model_version(self._model_name, str(crowned)) if crowned else None
+        best = float(champion.tags.get(key, "-inf")) if champion else -math.inf
+        if value > best:
+            self._client.set_registered_model_alias(self._model_name, CHAMPION, str(version.version))
+
+    # The end
+
+    def _export_state(self, run: Run, state: history.RunState) -> None:
+        """Bring status and tags to `state`; when the run is over, register its newest version too."""
+        version = self._commits.tail() - 1 if state.is_over else -1
+        newest = self._commits.read(version) if version >= 0 else None
+        text = f"{state.kind} at version {version}" if state.is_over else state.kind
+        if run.data.tags.get("rollflow.state") == text and run.info.status == STATUSES[state.kind]:
+            return
+        if newest is not None:
+            self._log_lineage(run, newest.version)
+            self._register(run, newest)
+        status = STATUSES[state.kind]
+        if status in ("FINISHED", "FAILED"):
+            self._client.set_terminated(run.info.run_id, status, end_time=state.at_ms)
+        elif run.info.status != status:
+            self._client.update_run(run.info.run_id, status=status)
+        tags = {"rollflow.error": history.shorten(state.error), "rollflow.state": text}
+        self._client.log_batch(run.info.run_id, tags=[RunTag(*item) for item in tags.items()], synchronous=True)
+
+
+def export_loop(
+    exporter: Exporter,
+    is_over: Callable[[], bool],
+    *,
+    wait: Callable[[float], object] = time.sleep,
+    report: Callable[[str], object] = lambda state: None,
+    poll_s: float = 1.0,
+    longest_wait_s: float = 30.0,
+    drain_s: float = 60.0,
+) -> bool:
+    """Export until the run is over and everything is in MLflow; an unreachable server is waited for.
+
+    A server that is away or refuses is logged once, and once more when it is back; it is asked again after 1, 2,
+    4 seconds and so on.
+
+    Args:
+        exporter: what to export with.
+        is_over: whether nothing more will be written; what it raises ends the loop.
+        wait: sleeps that many seconds, or less.
+        report: is told what the loop does, for a heartbeat.
+        poll_s: seconds between two passes.
+        longest_wait_s: limit on the seconds between two tries while the server is away.
+        drain_s: seconds that the end of the run waits for the server.
+
+    Returns:
+        Whether everything was exported.
+
+    Raises:
+        RollflowError: whatever `export_available` raises besides ServiceError.
+    """
+    over_since: float | None = None
+    trouble = ""
+    pause_s, next_try = poll_s, -math.inf
+    while True:
+        if over_since is None and is_over():
+            over_since = time.monotonic()
+        if over_since is not None or time.monotonic() >= next_try:
+            trouble = _try_export(exporter, trouble)
+            report("waiting for MLflow" if trouble else "exporting")
+            pause_s = min(2 * pause_s, longest_wait_s) if trouble else poll_s
+            next_try = time.monotonic() + pause_s
+        if over_since is not None and not trouble:
+            return True
+        if over_since is not None and time.monotonic() - over_since >= drain_s:
+            logger.error("not everything was exported within %.0f s of the end: %s", drain_s, trouble)
+            return False
+        wait(poll_s)
+
+
+def _try_export(exporter: Exporter, trouble: str) -> str:
+    """Export once; return what is wrong with the server, empty when nothing is. Log when that changes."""
+    try:
+        num_new = exporter.export_available()
+    except ServiceError as error:
+        if not trouble:
+            logger.warning("%s; the run goes on and is exported when the server answers again", error)
+        return str(error)
+    if trouble:
+        logger.warning("MLflow at %s answers again; exported %d records", exporter.uri, num_new)
+    return ""
+
+
+def _next_number(run: Run, marker: str) -> int:
+    return int(run.data.metrics.get(marker, -1.0)) + 1
+
+
+def _found(call: Callable[[str], T], name: str) -> T | None:
+    """Return what `call(name)` returns, or None if MLflow has no such thing."""
+    try:
+        return call(name)
+    except MlflowException as cause:
+        if cause.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def _cut(items: Sequence[T], most: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), most):
+        yield list(items[start : start + most])
+
+
+def _dataset_input(env: history.EnvInput) -> DatasetInput:
+    source = json.dumps({"tags": {"env": env.name, "config": json.dumps(env.config, sort_keys=True)}})
+    dataset = Dataset(name=env.name, digest=env.digest, source_type="code", source=source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "rollout")])
+
+
+def _run_tags(
+    store_url: str, run_id: str, packages: Mapping[str, str], flow_run_id: str, flow_run_url: str
+) -> dict[str, str]:
+    tags = {"rollflow.run_id": run_id, "rollflow.store": store_url}
+    tags |= {f"rollflow.package.{name}": number for name, number in packages.items()}
+    optional = {
+        "rollflow.flow_run_id": flow_run_id,
+        "rollflow.flow_run": flow_run_url,
+        "mlflow.source.git.commit": git_commit(),
+    }
+    return tags | {key: value for key, value in optional.items() if value}
+
+
+def git_commit() -> str:
+    """Return the commit of the working copy that this code lies in; empty if it lies in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@contextlib.contextmanager
+def _as_service_error(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (MlflowException, RequestException) as cause:
+        first_line = (str(cause).splitlines() or [""])[0]
+        raise ServiceError(f"MLflow at {uri} does not answer or refuses: {history.shorten(first_line, 300)}") from cause
+
+
+class Cached(Generic[R]):
+    """The records of a short log, each read once: records never change."""
+
+    def __init__(self, log: Log[R]) -> None:
+        self._log = log
+        self._records: list[R] = []
+
+    def read(self) -> list[R]:
+        """Return all records that exist now."""
+        self._records += self._log.read_from(len(self._records))
+        return self._records
