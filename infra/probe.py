@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_contracts.errors import StoreError, StoreUnfit
+from infra import crash
 from infra.store import Store, open_store
 
 ROUNDS = 8
@@ -202,6 +203,7 @@ def _serve_second_process() -> None:
             order = json.loads(line)
             say(ready="yes")
             sys.stdin.readline()
+            crash.point("probe.second")
             outcome = _create(store, order["key"], bytes.fromhex(order["body"]))
             say(outcome=outcome)
             sys.stdin.readline()

@@ -188,7 +188,7 @@ def open_store(url: str, *, retry_s: float = 60.0, timeout_s: float = 30.0) -> S
         return _open_folder(Path(url).expanduser())
     if scheme == "file":
         return _open_folder(Path(unquote(urlsplit(url).path)))
-    root, _, prefix = rest.strip("/").partition("/")
+    root, _, prefix = rest.rstrip("/").partition("/")
     if not KEY.fullmatch(f"{root}/{prefix}" if prefix else root):
         # The URL is not repeated here: what stands before an @ in one is often a secret.
         raise ConfigError(f"store: expected {scheme}://name/prefix of letters, digits and _=+~.-, got something else")

@@ -30,6 +30,7 @@ import obstore  # noqa: TID251 this is the one place
 from obstore.exceptions import (  # noqa: TID251
     AlreadyExistsError,
     BaseError,
+    GenericError,
     PermissionDeniedError,
     UnauthenticatedError,
 )
@@ -47,9 +48,17 @@ MAX_PUT_BYTES = 5 * 2**30
 """What S3 takes in one PUT. Several parts would give up "whole or not at all" on some servers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
-PASSING_STATUS = re.compile(r"status code: (?:5\d\d|408|425|429)\b")
-ANY_STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
-CODE = re.compile(r"<Code>(\w+)</Code>")
+CREDENTIALS_S = 10.0
+"""How long a service that hands out credentials is asked: a machine that is no instance has none."""
+
+NO_CREDENTIALS = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+CREDENTIAL_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
 
 
 class S3Objects:
@@ -157,83 +166,91 @@ class S3Objects:
                 return request()
             except AlreadyExistsError:
                 raise ObjectExists(f"{name}: exists already") from None
-            except FileNotFoundError as cause:
-                if "<Code>NoSuchBucket</Code>" in str(cause):
-                    raise StoreError(f"{name}: there is no bucket {self._bucket}; create it or name another") from None
-                raise ObjectMissing(f"{name}: no such object") from None
             except (BaseError, OSError) as cause:
                 elapsed_s = time.monotonic() - started
-                if not _is_passing(cause) or elapsed_s + pause_s > self._retry_s:
+                reply = _Reply(self._bucket, cause)
+                if isinstance(cause, FileNotFoundError) and not reply.is_bucket_missing:
+                    raise ObjectMissing(f"{name}: no such object") from None
+                budget_s = min(self._retry_s, CREDENTIALS_S) if reply.is_about_credentials else self._retry_s
+                if not reply.is_passing or elapsed_s + pause_s > budget_s:
                     # The cause is not chained: its text holds the whole reply, and some replies hold keys.
-                    raise StoreError(_explain(name, what, cause, tries, elapsed_s)) from None
+                    tried = f"tried {tries} times in {elapsed_s:.1f} s"
+                    raise StoreError(f"{name}: could not be {what}: {reply.explain(tried)}") from None
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _is_passing(cause: Exception) -> bool:
-    """Tell whether the same request may succeed later: throttling, server errors, and no reply at all."""
-    if isinstance(cause, PermissionDeniedError | UnauthenticatedError):
-        return False
-    text = str(cause)
-    return bool(PASSING_STATUS.search(text)) or not ANY_STATUS.search(text)
+class _Reply:
+    """What an error of obstore says about the reply: its text is all there is."""
 
+    def __init__(self, bucket: str, cause: Exception) -> None:
+        text = str(cause)
+        status = re.search(r"status code: (\d{3})([^:\n]*)", text)
+        code = re.search(r"<Code>(\w+)</Code>", text)
+        url = re.search(r"https?://\S+", text)
+        self.status = int(status[1]) if status else None
+        self.is_about_credentials = bool(url and not re.search(rf"/{re.escape(bucket)}(?:[./?]|$)", url[0]))
+        """A request that does not name the bucket went to a service that hands out credentials."""
+        self.is_bucket_missing = bool(code and code[1] == "NoSuchBucket")
+        self.is_refusal = isinstance(cause, PermissionDeniedError | UnauthenticatedError)
+        self.is_passing = isinstance(cause, GenericError | OSError) and (
+            self.status is None or self.status >= 500 or self.status in (408, 425, 429)
+        )
+        """Whether the same request may succeed later: throttling, server errors, and no reply at all."""
+        self._summary = (
+            f"{self.status}{status[2]}".strip() + (f" ({code[1]})" if code else "") if status else "no reply"
+        )
 
-def _explain(name: str, what: str, cause: Exception, tries: int, elapsed_s: float) -> str:
-    """Say in one sentence what failed, with the status and code of the reply and nothing else of it."""
-    text = str(cause)
-    status, code = ANY_STATUS.search(text), CODE.search(text)
-    if status:
-        why = status[1].strip() + (f" ({code[1]})" if code else "")
-    elif "edential" in text:
-        why = "no credentials were found"
-    else:
-        why = "no reply"
-    if isinstance(cause, PermissionDeniedError | UnauthenticatedError) or why == "no credentials were found":
-        remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they allow"
-    elif _is_passing(cause):
-        remedy = f"tried {tries} times in {elapsed_s:.1f} s; check AWS_ENDPOINT_URL and the server, and start again"
-    else:
-        remedy = "check AWS_REGION, AWS_ENDPOINT_URL and the bucket"
-    return f"{name}: could not be {what}: {why}; {remedy}"
+    def explain(self, tried: str) -> str:
+        """Say what failed and what to do, with the status and code of the reply and nothing else of it."""
+        if self.is_bucket_missing:
+            return "there is no such bucket; create it or name another"
+        if self.is_about_credentials:
+            return NO_CREDENTIALS
+        if self.is_refusal:
+            return f"{self._summary}; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they allow"
+        if self.is_passing:
+            return f"{self._summary}, {tried}; check AWS_ENDPOINT_URL and the server, and start again"
+        return f"{self._summary}; check AWS_REGION, AWS_ENDPOINT_URL and the bucket"
 
 
 def _open_client(bucket: str, timeout_s: float) -> S3Store:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        if not re.fullmatch(r"[!-~]*", os.environ.get(name, "")):
+            raise ConfigError(f"s3://{bucket}: {name} contains spaces, line ends or other unusual characters")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     options = {"region": "us-east-1"}
     if not any(os.environ.get(name) for name in CREDENTIAL_VARIABLES):
         options |= _read_profile()
         if "access_key_id" not in options and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-            raise ConfigError(f"s3://{bucket}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            raise ConfigError(f"s3://{bucket}: {NO_CREDENTIALS}")
     if region:
         options["region"] = region
     if endpoint:
         options["endpoint"] = endpoint
     allow_http = _is_loopback(endpoint) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    if endpoint and not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]_-]+(/[!-~]*)?", endpoint):
+        raise ConfigError(f"s3://{bucket}: AWS_ENDPOINT_URL must look like https://host:port")
     if endpoint.startswith("http://") and not allow_http:
         raise ConfigError(
             f"s3://{bucket}: AWS_ENDPOINT_URL is plain http on another machine;"
             " use https, or set AWS_ALLOW_HTTP=true on a network you trust"
         )
-    return S3Store(
-        bucket,
-        config={"conditional_put": "etag", **options},  # pyright: ignore[reportArgumentType]
-        client_options={
-            "allow_http": allow_http,
-            "timeout": timedelta(seconds=timeout_s),
-            "connect_timeout": timedelta(seconds=min(5.0, timeout_s)),
-        },
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
-    )
-
-
-CREDENTIAL_VARIABLES = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_SKIP_SIGNATURE",
-)
+    try:
+        return S3Store(
+            bucket,
+            config={"conditional_put": "etag", "disable_bulk_delete": "true", **options},  # pyright: ignore[reportArgumentType]
+            client_options={
+                "allow_http": allow_http,
+                "timeout": timedelta(seconds=timeout_s),
+                "connect_timeout": timedelta(seconds=min(5.0, timeout_s)),
+            },
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+        )
+    except (BaseError, ValueError) as cause:
+        why = str(cause).partition("\n")[0]
+        raise ConfigError(f"s3://{bucket}: the AWS_* variables do not make a client: {why}") from None
 
 
 def _read_profile() -> dict[str, str]:

@@ -1,0 +1,159 @@
+"""What only a server can do wrong: it throttles, hangs up, loses replies, forbids."""
+
+import os
+import socket
+
+import pytest
+
+from data_contracts.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
+from infra.store import open_store
+from infra.store_s3 import PART_BYTES
+
+
+def test_waits_out_throttling(small_s3):
+    server = small_s3()
+    store = open_store("s3://bucket/run")
+    for method, use in {
+        "PUT": lambda: store.put_new("a", b"x"),
+        "GET": lambda: store.get("a"),
+        "HEAD": lambda: store.exists("a"),
+    }.items():
+        server.faults[method] = ["503", "503"]
+        use()
+        assert server.requests[method] == 3
+    assert server.objects == {"/bucket/run/a": b"x"}
+
+
+def test_tries_again_when_a_server_hangs_up(small_s3):
+    server = small_s3()
+    store = open_store("s3://bucket")
+    server.faults = {"PUT": ["no reply"], "GET": ["no reply", "503", "no reply"]}
+    store.put_new("a", b"x")
+    assert store.get("a") == b"x"
+
+
+def test_gives_up_after_its_budget_with_one_sentence(small_s3):
+    server = small_s3()
+    store = open_store("s3://bucket", retry_s=0.3)
+    server.faults["PUT"] = ["503"] * 100
+    with pytest.raises(
+        StoreError, match=r"s3://bucket/a: could not be written: 503 Service Unavailable \(SlowDown\), tried \d"
+    ):
+        store.put_new("a", b"x")
+    assert 1 < server.requests["PUT"] < 20
+
+
+def test_what_is_forbidden_fails_at_once_without_naming_keys(small_s3):
+    server = small_s3()
+    store = open_store("s3://bucket")
+    server.faults["PUT"] = ["403"]
+    with pytest.raises(StoreError, match=r"403 Forbidden \(AccessDenied\); check AWS_ACCESS_KEY_ID") as refused:
+        store.put_new("a", b"x")
+    assert server.requests["PUT"] == 1
+    assert refused.value.__cause__ is None
+    assert refused.value.__suppress_context__
+    assert "the-key-id" not in str(refused.value)
+    assert "the-secret-key" not in str(refused.value)
+
+
+def test_nobody_there_is_one_sentence(small_s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(StoreError, match="could not be read: no reply, tried"):
+        open_store("s3://bucket", retry_s=0.2).get("a")
+
+
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize("status", ["409", "412"])
+def test_conflict_and_failed_precondition_mean_the_same(small_s3, status):
+    server = small_s3()
+    store = open_store("s3://bucket")
+    server.objects["/bucket/a"] = b"theirs"
+    server.faults["PUT"] = [status]
+    with pytest.raises(ObjectExists, match="s3://bucket/a: exists already"):
+        store.put_new("a", b"ours")
+    assert server.requests["PUT"] == 1
+
+
+def test_after_a_lost_reply_the_key_is_taken_by_ones_own_bytes(small_s3):
+    server = small_s3()
+    store = open_store("s3://bucket")
+    server.faults["PUT"] = ["lost reply"]
+    with pytest.raises(ObjectExists):
+        store.put_new("a", b"ours")
+    server.faults["PUT"] = ["lost reply"]
+    assert store.put_or_get("b", b"ours") == b"ours"
+    assert server.requests["PUT"] == 4
+
+
+def test_a_conflict_before_the_winner_is_visible_is_waited_out(small_s3):
+    server = small_s3()
+    server.faults["PUT"] = ["late"] * 3
+    assert open_store("s3://bucket").put_or_get("a", b"ours") == b"theirs"
+    server.faults["PUT"] = ["409"]  # nobody won at all: a delete was in the way
+    assert open_store("s3://bucket").put_or_get("b", b"ours") is None
+
+
+def test_a_missing_bucket_is_not_an_empty_one(moto_url, monkeypatch):
+    store = open_store("s3://no-such-bucket/run")
+    for use in (store.get, lambda key: store.put_new(key, b"x"), store.list):
+        with pytest.raises(StoreError, match="s3://no-such-bucket/.*there is no such bucket") as refused:
+            use("a")
+        assert not isinstance(refused.value, ObjectMissing)
+
+
+def test_large_objects_go_up_whole_and_come_down_in_parts(moto_url):
+    store = open_store(moto_url)
+    body = os.urandom(1000) * (PART_BYTES // 1000 + 2000)
+    assert PART_BYTES < len(body) < 2 * PART_BYTES
+    store.put_new("weights", body)
+    assert store.get("weights") == body
+    with pytest.raises(ObjectExists):
+        store.put_new("weights", body + b"!")
+    assert store.get_many(["weights", "none", "weights"]) == [body, None, body]
+
+
+def test_refuses_plain_http_to_another_machine(moto_url, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://storage.example:9000")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL is plain http on another machine"):
+        open_store("s3://bucket")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    open_store("s3://bucket")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_ENDPOINT_URL", "localhost:9000"), ("AWS_SECRET_ACCESS_KEY", "hunter2\n"), ("AWS_SECRET_ACCESS_KEY", None)],
+)
+def test_refuses_variables_that_make_no_client(moto_url, monkeypatch, name, value):
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"s3://bucket: .*(AWS_|Missing SecretAccessKey)") as refused:
+        open_store("s3://bucket")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_reads_keys_from_the_profile_files(small_s3, monkeypatch, tmp_path):
+    server = small_s3()
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    with pytest.raises(ConfigError, match="no credentials; set AWS_ACCESS_KEY_ID"):
+        open_store("s3://bucket")
+    (tmp_path / "credentials").write_text("[team]\naws_access_key_id = profile-id\naws_secret_access_key = s\n")
+    (tmp_path / "config").write_text("[profile team]\nregion = eu-central-1\n")
+    monkeypatch.delenv("AWS_REGION")
+    open_store("s3://bucket").put_new("a", b"x")
+    assert "Credential=profile-id/" in server.authorizations[-1]
+    assert "/eu-central-1/s3/" in server.authorizations[-1]
