@@ -14,7 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 class Frozen(BaseModel):
     """A closed, immutable value whose field docstrings are part of its JSON schema."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="strings"
+    )  # a loss that is NaN must survive the way through JSON
+
+
+DELIVERED = -1
+"""Counter in a heartbeat of a ticket whose result is in the raw log: its lease cannot be lost."""
 
 
 class ObjectRef(Frozen):
@@ -122,7 +128,7 @@ class Curated(Record):
 
     verdicts: tuple[Verdict, ...]
     covers: dict[str, int]
-    """Rollout writer to the number of its scored records that are dealt with."""
+    """Rollout writer to the number of its scored records that are dealt with; only those that moved."""
     late: tuple[GroupRef, ...] = ()
     """Results of older or later attempts of tickets that were settled already."""
     num_accepted: int
@@ -185,7 +191,8 @@ class Commit(Record):
     snapshot_version: int = 0
     """Newest version up to this one that has a snapshot; 0 means: from the beginning of the logs."""
     positions: dict[str, int] = {}
-    """Log name to the number of its records that this commit's writer had seen."""
+    """Log name (claim, curated, refused, commit) to the number of its records that the trainer had applied when
+    it chose the groups."""
     num_trained: int
     """Tickets trained so far."""
     num_tokens: int
@@ -234,7 +241,8 @@ class Heartbeat(Frozen):
     state: str
     """What it does or waits for, for people."""
     held: dict[str, int] = {}
-    """Ticket (as text) to a counter that moves only with that ticket's progress."""
+    """Ticket (as text) to a counter that moves only with that ticket's progress; 0 while it waits for its turn,
+    DELIVERED from the moment its raw record exists until it is settled."""
     busy_s: float = 0.0
     waiting_s: float = 0.0
     tokens: int = 0
