@@ -481,7 +481,7 @@ def _plain(value: Any) -> Any:
 def _ticket_to_json(ticket: Ticket) -> dict[str, Any]:
     fields = {name: getattr(ticket, name) for name in Ticket.__slots__}
     fields["writers"] = list(ticket.writers)
-    fields["verdict"] = None if ticket.verdict is None else ticket.json.loads(verdict.model_dump_json())
+    fields["verdict"] = None if ticket.verdict is None else json.loads(ticket.verdict.model_dump_json())
     return fields
 
 
