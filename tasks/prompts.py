@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_contracts.errors import ConfigError
 from tasks.envs.protocol import Prompt
+from tasks.envs.registry import Envs
 
 _FILES = ("tokenizer", "special_tokens", "chat_template", "added_tokens", "vocab", "merges")
 
@@ -90,3 +91,31 @@ def make_decoder(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str
         return tokenizer.batch_decode(responses, skip_special_tokens=True)
 
     return decode
+
+
+def plain_examples(
+    envs: Envs, tokenizer: Any, *, num_held_out: int, limit: int
+) -> tuple[Callable[[int], tuple[list[int], list[int]]], list[tuple[list[int], list[int]]]]:
+    """Return supervised examples: a function from prompt number to training example, and held-out examples.
+
+    An example is the tokens of a prompt and those of its gold response with the end-of-sequence token. Held-out
+    prompts are never among the training ones.
+
+    Args:
+        envs: the run's envs.
+        tokenizer: of the policy.
+        num_held_out: held-out examples of each env, at most.
+        limit: most tokens a prompt may have.
+
+    Raises:
+        ConfigError: a prompt does not fit, or a gold response has characters that the tokenizer does not know.
+    """
+
+    def encode(prompt: Prompt) -> tuple[list[int], list[int]]:
+        gold = envs.env_of(prompt.id).gold_response(prompt)
+        answer = tokenizer.encode(gold, add_special_tokens=False)
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in answer:
+            raise ConfigError(f"gold answer {gold!r} of prompt {prompt.id} has characters that the tokenizer does not know")
+        return encode_prompt(prompt, tokenizer, limit), [*answer, tokenizer.eos_token_id]
+
+    return lambda number: encode(envs.prompt_for(number)), [encode(p) for p in envs.eval_prompts(num_held_out)]
