@@ -35,7 +35,9 @@ RAW_COLUMNS = (
     column("env", pa.string(), unit="name", doc="the environment that made the prompt and judges the answer"),
     column("seed", pa.int64(), unit="seed", doc="seed of this sample's random stream"),
     column("prompt_ids", pa.list_(pa.int32()), unit="token id", shape="P", doc="prompt as given to the engine"),
-    column("response_ids", pa.list_(pa.int32()), unit="token id", shape="T", doc="sampled and inserted tokens, in order"),
+    column(
+        "response_ids", pa.list_(pa.int32()), unit="token id", shape="T", doc="sampled and inserted tokens, in order"
+    ),
     column("action_mask", pa.list_(pa.bool_()), unit="bool", shape="T", doc="true where the policy sampled the token"),
     column(
         "behavior_logprobs",
@@ -51,8 +53,20 @@ RAW_COLUMNS = (
         shape="T",
         doc="version of the weights that sampled the token; -1 where nothing was sampled",
     ),
-    column("used_versions", pa.list_(pa.int32()), unit="commits", shape="K", doc="distinct versions that sampled, ascending"),
-    column("used_digests", pa.list_(pa.string()), unit="weight digest", shape="K", doc="digest the engine computed for each"),
+    column(
+        "used_versions",
+        pa.list_(pa.int32()),
+        unit="commits",
+        shape="K",
+        doc="distinct versions that sampled, ascending",
+    ),
+    column(
+        "used_digests",
+        pa.list_(pa.string()),
+        unit="weight digest",
+        shape="K",
+        doc="digest the engine computed for each",
+    ),
     column("finish_reason", pa.string(), unit="one of " + " ".join(FINISH_REASONS), doc="why the response ended"),
     column("error", pa.string(), unit="text", doc="what failed; empty unless finish_reason is error"),
     column("temperature", pa.float32(), unit="ratio", doc="divides the logits before sampling"),
@@ -83,7 +97,9 @@ SCHEMAS: dict[Stage, pa.Schema] = {
 }
 
 
-def check(table: pa.Table, stage: Stage, *, vocab_size: int | None = None, newest_version: int | None = None) -> pa.Table:
+def check(
+    table: pa.Table, stage: Stage, *, vocab_size: int | None = None, newest_version: int | None = None
+) -> pa.Table:
     """Return `table` unchanged if it keeps the contract of `stage`.
 
     Args:
@@ -110,7 +126,9 @@ def check_schema(schema: pa.Schema, stage: Stage) -> None:
     contract = (schema.metadata or {}).get(b"contract", b"none").decode()
     version = (schema.metadata or {}).get(b"version", b"none").decode()
     if (contract, version) != (f"trajectory/{stage}", SCHEMA_VERSION):
-        raise SchemaMismatch(f"expected contract trajectory/{stage} version {SCHEMA_VERSION}, got {contract} version {version}")
+        raise SchemaMismatch(
+            f"expected contract trajectory/{stage} version {SCHEMA_VERSION}, got {contract} version {version}"
+        )
     missing = [n for n in expected.names if n not in schema.names]
     extra = [n for n in schema.names if n not in expected.names]
     if missing or extra:
@@ -173,13 +191,20 @@ class _Columns:
         num_tokens = lengths["response_ids"]
         for name in PER_TOKEN[1:]:
             different = lengths[name] != num_tokens
-            self.refuse(different, name, "as many entries as response_ids", lambda row, name=name: f"{lengths[name][row]} beside {num_tokens[row]}")
+            self.refuse(
+                different,
+                name,
+                "as many entries as response_ids",
+                lambda row, name=name: f"{lengths[name][row]} beside {num_tokens[row]}",
+            )
         if any((lengths[name] != num_tokens).any() for name in PER_TOKEN[1:]):
             ragged = np.zeros(self.table.num_rows, bool)
             ragged[list(self.problems)] = True
             rest = np.flatnonzero(~ragged)
             if rest.size:  # the other rows are still judged, under their own row numbers
-                found = find_invalid_rows(self.table.take(pa.array(rest)), stage, vocab_size=vocab_size, newest_version=newest_version)
+                found = find_invalid_rows(
+                    self.table.take(pa.array(rest)), stage, vocab_size=vocab_size, newest_version=newest_version
+                )
                 for row, message in found:
                     self.problems[int(rest[row])] = message.replace(f"row {row} ", f"row {rest[row]} ", 1)
             return
@@ -198,10 +223,19 @@ class _Columns:
             values = self.scalar(name)
             self.refuse(values < 0, name, "a number from 0", lambda row, values=values: values[row])
         reasons, errors = self.scalar("finish_reason"), self.scalar("error")
-        self.refuse(~np.isin(reasons, FINISH_REASONS), "finish_reason", f"one of {FINISH_REASONS}", lambda row: reasons[row])
+        self.refuse(
+            ~np.isin(reasons, FINISH_REASONS), "finish_reason", f"one of {FINISH_REASONS}", lambda row: reasons[row]
+        )
         failed = reasons == "error"
-        self.refuse(failed != (errors != ""), "error", "a text exactly when finish_reason is error", lambda row: repr(errors[row]))
-        self.refuse(~failed & (num_tokens == 0), "response_ids", "at least one token unless finish_reason is error", lambda _: 0)
+        self.refuse(
+            failed != (errors != ""),
+            "error",
+            "a text exactly when finish_reason is error",
+            lambda row: repr(errors[row]),
+        )
+        self.refuse(
+            ~failed & (num_tokens == 0), "response_ids", "at least one token unless finish_reason is error", lambda _: 0
+        )
         prompt_lengths = self.ragged("prompt_ids")[1]
         self.refuse(prompt_lengths == 0, "prompt_ids", "at least one token", lambda _: 0)
 
@@ -218,17 +252,34 @@ class _Columns:
         with np.errstate(invalid="ignore"):
             impossible = is_action & ~((logprobs <= 0) & np.isfinite(logprobs))
         self.refuse_tokens(impossible, rows, logprobs, "behavior_logprobs", "finite and at most 0 where sampled")
-        self.refuse_tokens(~is_action & ~np.isnan(logprobs), rows, logprobs, "behavior_logprobs", "NaN where nothing was sampled")
-        self.refuse_tokens(is_action & (versions < 0), rows, versions, "policy_versions", "a version from 0 where sampled")
-        self.refuse_tokens(~is_action & (versions != -1), rows, versions, "policy_versions", "-1 where nothing was sampled")
+        self.refuse_tokens(
+            ~is_action & ~np.isnan(logprobs), rows, logprobs, "behavior_logprobs", "NaN where nothing was sampled"
+        )
+        self.refuse_tokens(
+            is_action & (versions < 0), rows, versions, "policy_versions", "a version from 0 where sampled"
+        )
+        self.refuse_tokens(
+            ~is_action & (versions != -1), rows, versions, "policy_versions", "-1 where nothing was sampled"
+        )
         if newest_version is not None:
-            self.refuse_tokens(versions > newest_version, rows, versions, "policy_versions", f"at most {newest_version}, the newest commit")
+            self.refuse_tokens(
+                versions > newest_version,
+                rows,
+                versions,
+                "policy_versions",
+                f"at most {newest_version}, the newest commit",
+            )
         self._find_used_versions(rows[is_action], versions[is_action])
 
     def _find_used_versions(self, rows: np.ndarray, versions: np.ndarray) -> None:
         used, num_used = self.ragged("used_versions")
         num_digests = self.ragged("used_digests")[1]
-        self.refuse(num_digests != num_used, "used_digests", "one digest for each of used_versions", lambda row: f"{num_digests[row]} for {num_used[row]}")
+        self.refuse(
+            num_digests != num_used,
+            "used_digests",
+            "one digest for each of used_versions",
+            lambda row: f"{num_digests[row]} for {num_used[row]}",
+        )
         sampled = np.unique(np.stack([rows, versions], axis=1), axis=0)
         declared = np.stack([np.repeat(np.arange(self.table.num_rows), num_used), used], axis=1)
         if sampled.shape == declared.shape and np.array_equal(sampled, declared):
@@ -240,15 +291,27 @@ class _Columns:
         for row, version in declared.tolist():
             told[row].append(version)
         wrong = np.array([by_row[row] != told[row] for row in range(self.table.num_rows)])
-        self.refuse(wrong, "used_versions", "the distinct versions of policy_versions, ascending", lambda row: f"{told[row]} for {by_row[row]}")
+        self.refuse(
+            wrong,
+            "used_versions",
+            "the distinct versions of policy_versions, ascending",
+            lambda row: f"{told[row]} for {by_row[row]}",
+        )
 
     def _find_rewards(self) -> None:
         rewards, errors = self.scalar("reward"), self.scalar("reward_error")
         scored = errors == ""
-        self.refuse(scored & ~np.isfinite(rewards), "reward", "finite when reward_error is empty", lambda row: rewards[row])
+        self.refuse(
+            scored & ~np.isfinite(rewards), "reward", "finite when reward_error is empty", lambda row: rewards[row]
+        )
         self.refuse(~scored & ~np.isnan(rewards), "reward", "NaN when reward_error says why", lambda row: rewards[row])
         num_names, num_values = self.ragged("reward_names")[1], self.ragged("reward_values")[1]
-        self.refuse(num_names != num_values, "reward_values", "one value for each of reward_names", lambda row: f"{num_values[row]} for {num_names[row]}")
+        self.refuse(
+            num_names != num_values,
+            "reward_values",
+            "one value for each of reward_names",
+            lambda row: f"{num_values[row]} for {num_names[row]}",
+        )
 
 
 def encode(table: pa.Table) -> bytes:

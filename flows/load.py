@@ -22,7 +22,12 @@ SHIPPED = Path(__file__).parent / "runs"
 
 class _Layers(BaseSettings, RunConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     model_config = SettingsConfigDict(
-        env_prefix="ROLLFLOW_RUN__", env_nested_delimiter="__", cli_avoid_json=True, cli_parse_none_str="none", frozen=True, extra="forbid"
+        env_prefix="ROLLFLOW_RUN__",
+        env_nested_delimiter="__",
+        cli_avoid_json=True,
+        cli_parse_none_str="none",
+        frozen=True,
+        extra="forbid",
     )
 
     @classmethod

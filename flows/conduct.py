@@ -1,0 +1,174 @@
+"""Conducts a run from the command line: checks, servers, the flow's process, the live line, the summary.
+
+The flow runs in a child process of its own, so that the terminal shows one live line while its log goes to a
+file. Ctrl-C asks the run to stop cleanly; a second one kills it. Either way `resume` goes on.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from data_contracts.config import LocalModel, RunConfig
+from data_contracts.errors import ConfigError, StoreError
+from infra import services as servers
+from infra import settings
+from infra.probe import probe
+from infra.runs import Run, create_run, load_run
+from tasks.supervise import Supervisor, find_living
+
+settings.apply_defaults()
+
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+
+
+def start(config: RunConfig, run_id: str | None) -> int:
+    """Make a run and conduct it to its end; return the exit code."""
+    check_model(config)
+    probe(config.store)
+    services = ensure_services(PREFECT_PORT, MLFLOW_PORT)
+    return conduct(create_run(config, run_id), services)
+
+
+def resume(run: Run) -> int:
+    """Go on with a run; return the exit code.
+
+    Raises:
+        ConfigError: processes of the run are still alive on this host.
+    """
+    living = find_living(run.store)
+    if living:
+        pids = ", ".join(f"{beat.role} {beat.pid}" for beat in living)
+        raise ConfigError(f"run {run.id}: still running here ({pids}); stop it first: rollflow stop {run.id}")
+    check_model(run.config)
+    return conduct(run, ensure_services(PREFECT_PORT, MLFLOW_PORT))
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise ConfigError when the model's folder is not there, before anything is started."""
+    if isinstance(config.model, LocalModel):
+        folder = Path(config.model.path)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.path {folder}: expected a folder with config.json and safetensors; "
+                "`rollflow fetch-model smollm2` makes one"
+            )
+
+
+def ensure_services(prefect_port: int, mlflow_port: int) -> servers.Services:
+    """Start the servers unless they run, and the automation that marks dead flow runs as crashed."""
+    services = servers.up(settings.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
+    os.environ.update(servers.connect_environment(services))
+    from infra.automation import ensure_automation
+
+    ensure_automation()
+    return services
+
+
+def conduct(run: Run, services: servers.Services) -> int:
+    """Run the flow in a child process, follow its records, and sum up; return the exit code."""
+    from dashboards.live import follow
+
+    supervisor = Supervisor(run.store)
+    supervisor.bury_the_dead()
+    supervisor.open()
+    log_path = settings.home() / "logs" / f"{run.id}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    links = {"Prefect": services.prefect_ui_url, "MLflow": services.mlflow_url}
+    typer.echo(f"run {run.id}\nPrefect  {services.prefect_ui_url}\nMLflow   {services.mlflow_url}\nlog      {log_path}")
+    with log_path.open("ab") as log:
+        flow = subprocess.Popen(
+            [sys.executable, "-m", "flows.post_training", run.store.url],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | servers.connect_environment(services),
+            preexec_fn=_ignore_interrupt,
+        )
+    stopper = _Stopper(supervisor, flow)
+    signal.signal(signal.SIGINT, stopper.on_signal)
+    signal.signal(signal.SIGTERM, stopper.on_signal)
+    follow(run.store, links, lambda: flow.poll() is not None)
+    code = flow.wait()
+    return summarize(run, code, links, log_path)
+
+
+def _ignore_interrupt() -> None:
+    # The terminal sends Ctrl-C to every process of its group; only the conductor is to hear it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Stopper:
+    """First signal: stop cleanly. Second: kill the flow."""
+
+    def __init__(self, supervisor: Supervisor, flow: subprocess.Popen[bytes]) -> None:
+        self._supervisor = supervisor
+        self._flow = flow
+        self._asked = False
+
+    def on_signal(self, *_: object) -> None:
+        if self._asked:
+            self._flow.kill()
+            return
+        self._asked = True
+        typer.echo("\nstopping cleanly; once more to kill", err=True)
+        self._supervisor.stop_if_open("interrupted")
+
+
+def summarize(run: Run, code: int, links: dict[str, str], log_path: Path) -> int:
+    """Print how the run ended and where everything is; return the exit code."""
+    from dashboards.show import show_summary
+
+    supervisor = Supervisor(run.store)
+    report = make_report(run, None)
+    show_summary(run.store, links | {"report": str(report), "store": run.store.url, "log": str(log_path)})
+    failure = supervisor.failure()
+    if failure:
+        typer.echo(f"rollflow: run {run.id} failed: {failure}", err=True)
+        return 1
+    if supervisor.was_stopped():
+        typer.echo(f"stopped; go on with: rollflow resume {run.id}")
+        return 0
+    if code != 0:
+        typer.echo(f"rollflow: the flow of run {run.id} ended with code {code}; see {log_path}", err=True)
+        return 1
+    return 0
+
+
+def make_report(run: Run, path: Path | None) -> Path:
+    """Write the run's report to a file, and beside its records."""
+    from dashboards.report import write_report
+
+    path = path or settings.home() / "reports" / f"{run.id}.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        written = write_report(run.store, path)
+        run.store.put("report.html", written.read_bytes())
+    except OSError as cause:
+        if isinstance(cause, StoreError):
+            raise
+        raise StoreError(f"report {path}: cannot be written: {cause.strerror or cause}") from cause
+    return written
+
+
+def play_alone(name: str, run_url: str) -> str:
+    """Play one role in this process until the run is over."""
+    from flows.roles import ROLES, announce_failure, play
+
+    if name not in ROLES:
+        raise ConfigError(f"role {name}: expected one of {', '.join(ROLES)}")
+    load_run(run_url)
+    try:
+        return play(name, run_url)
+    except Exception as error:
+        announce_failure(name, run_url, error)
+        raise
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Return the free space of the file system that holds `path`."""
+    return shutil.disk_usage(path).free

@@ -1,0 +1,47 @@
+"""The export role: tails the records into MLflow at its own pace.
+
+Nothing waits for it while the run goes on. A tracking server that is slow, down or restored from yesterday costs
+the run nothing; the exporter catches up by itself, and every point is there once.
+"""
+
+from data_contracts.records import Control, Evaluation
+from infra.log import Log
+from infra.runs import load_run
+from infra.tracking import Exporter, export_loop
+from tasks.role import Role
+
+
+def run(role: Role) -> None:
+    """Export until the run has ended, its last version is evaluated, and everything is in MLflow."""
+    packages = load_run(role.store.url).packages
+    run_id = role.store.url.rsplit("/", 1)[1]
+    exporter = Exporter(role.store, None, role.config, run_id, packages=packages)
+    evaluations = Log(role.store, "log/eval", Evaluation)
+    control = Log(role.store, "log/control", Control)
+    closed = False
+
+    def is_over() -> bool:
+        nonlocal closed
+        closed = closed or _is_closed(control)
+        if not closed:
+            role.check()
+            return False
+        if not role.is_over:
+            return True
+        last = evaluations.last()
+        return last is not None and last.version >= role.config.steps
+
+    export_loop(
+        exporter,
+        is_over,
+        wait=lambda seconds: role.pause(seconds),
+        report=role.progressed,
+        drain_s=role.config.tracking.drain_s,
+    )
+
+
+def _is_closed(control: Log[Control]) -> bool:
+    """Return whether the run has ended, stopped or failed since its last start."""
+    kinds = [record.kind for record in control.read_from(0)]
+    since = len(kinds) - kinds[::-1].index("start") if "start" in kinds else 0
+    return any(kind in ("stop", "end", "fail") for kind in kinds[since:])

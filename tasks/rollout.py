@@ -1,0 +1,354 @@
+"""The rollout role: claims tickets, samples their groups, writes finished groups as raw batches.
+
+One thread: it steps the engine, and between two steps reads the records, takes new weights, claims what there
+is room for, and publishes what is finished.
+
+rollout waits for: room to claim.   unblocked by: a commit, a refusal, a lost lease of another worker.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from data_contracts import trajectory
+from data_contracts.config import RunConfig
+from data_contracts.curriculum import Curriculum, prompt_number
+from data_contracts.errors import ConfigError
+from data_contracts.protocol import Leases, decide_claim, decide_rebase, decide_reclaim
+from data_contracts.records import DELIVERED, Claim, GroupRef, Raw
+from infra.crash import point
+from infra.log import Log
+from infra.objects import put_batch
+from models.engine import Engine, Finished, Request, stop_texts
+from models.policy import build_policy
+from tasks.curriculum import CurriculumReader
+from tasks.engine import make_engine
+from tasks.envs.registry import Envs, build_envs
+from tasks.ledger import Ledger
+from tasks.model_files import read_model_files
+from tasks.prompts import encode_prompt
+from tasks.role import Role, read_heartbeats
+from tasks.weights import PolicyReader
+
+MAX_SAMPLES = 1 << 20
+ENGINE = "torch"
+PUBLISH_AFTER_S = 0.5
+
+Key = tuple[int, int, int]
+"""(ticket, attempt, sample)."""
+
+
+@dataclass
+class Group:
+    """A ticket's group while it is being rolled out."""
+
+    ticket: int
+    attempt: int
+    prompt_id: str
+    env: str
+    prompt_ids: list[int]
+    queued_at: float
+    error: str = ""
+    results: dict[int, Finished] = field(default_factory=dict)
+
+
+def run(role: Role) -> None:
+    """Roll out until every step of the run is committed."""
+    torch.set_num_threads(role.config.rollout.threads)
+    reader = PolicyReader(role.store)
+    while True:
+        ledger = Ledger(role.store, role.config)
+        if ledger.newest is not None:
+            break
+        role.wait("the first version", on=("start",))
+    worker = Worker(role, ledger, reader)
+    while not worker.is_over():
+        worker.turn()
+    worker.publish()
+
+
+class Worker:
+    """One rollout process: an engine, the tickets it holds, and its raw log."""
+
+    def __init__(self, role: Role, ledger: Ledger, reader: PolicyReader) -> None:
+        self._role = role
+        self._config = role.config
+        self._ledger = ledger
+        self._reader = reader
+        self._raw = Log(role.store, f"log/raw/{role.writer}", Raw)
+        self._next_raw = 0
+        self._envs: Envs = build_envs(role.config.envs, role.config.seed)
+        self._engine, self._tokenizer = self._load_engine()
+        stop = role.config.rollout.sampling.stop
+        self._stops = stop_texts(self._tokenizer, stop) if stop else None
+        self._curricula = CurriculumReader(ledger)
+        self._open: dict[tuple[int, int], Group] = {}
+        self._finished: deque[Group] = deque()
+        self._oldest_finished = 0.0
+        self._leases = Leases(role.config.staleness.lease_s)
+        self._looked_at = float("-inf")
+        self._synced_at = float("-inf")
+        self._counted = (0, 0.0, 0.0)
+
+    def _load_engine(self) -> tuple[Engine, object]:
+        version = self._ledger.state.version
+        weights, _ = self._reader.weights(version)
+        policy = build_policy(read_model_files(self._role.store), next(iter(weights.values())).dtype)
+        engine = make_engine(self._config, policy, deterministic=self._config.is_deterministic)
+        engine.load_weights(weights, version)
+        return engine, policy.tokenizer
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to do in this run."""
+        return self._ledger.state.is_finished or self._role.is_over
+
+    def turn(self) -> None:
+        """Read, load, claim, step, publish: whatever of these there is to do."""
+        self._role.check()
+        self._sync()
+        self._take_weights()
+        self._take_over()
+        self._claim()
+        if self._engine.num_in_flight or self._engine.num_queued:
+            self._role.progressed(
+                f"sampling {self._engine.num_in_flight} sequences under version {self._engine.version}"
+            )
+            for result in self._engine.step():
+                self._collect(result)
+            self._role.tokens = self._engine.num_tokens
+        if self._finished and self._is_due():
+            self.publish()
+        elif not self._open and not self.is_over():
+            self._role.wait("room to claim", on=("train", "curate", "reward"))
+            self._synced_at = float("-inf")
+        self._show_held()
+
+    def _sync(self) -> None:
+        # A look costs four requests: on a folder nothing, on object storage more than a decoding step.
+        now = time.monotonic()
+        if now - self._synced_at >= self._role.store.pacing[0]:
+            self._ledger.sync()
+            self._synced_at = now
+
+    def _take_weights(self) -> None:
+        newest = self._ledger.state.version
+        if newest == self._engine.version or (self._open and not self._config.rollout.swap_in_flight):
+            return
+        weights, _ = self._reader.weights(newest)
+        self._engine.load_weights(weights, newest)
+        self._role.progressed(f"loaded version {newest}")
+        while record := decide_rebase(self._ledger.state, self._role.writer, self._unfinished(), version=newest):
+            point("rollout.rebase")
+            self._ledger.append(record)
+
+    def _unfinished(self) -> list[int]:
+        return [group.ticket for group in self._open.values()]
+
+    def _claim(self) -> None:
+        limit = self._num_groups_wanted()
+        while limit > 0:
+            state = self._ledger.state
+            record = decide_claim(
+                state, self._role.writer, version=self._engine.version, curriculum=state.version, limit=limit
+            )
+            if record is None:
+                return
+            point("rollout.before_claim")
+            if self._ledger.append(record):
+                point("rollout.claimed")
+                self._begin(record)
+                limit = self._num_groups_wanted()
+
+    def _num_groups_wanted(self) -> int:
+        """Return how many more groups keep the slots busy: at least one when nothing is in flight."""
+        free = self._engine.num_free // self._config.samples_per_group
+        return free if self._open else max(free, 1)
+
+    def _take_over(self) -> None:
+        """Claim again what workers that are gone have left."""
+        now = time.monotonic()
+        if now - self._looked_at < self._config.orchestration.heartbeat_s:
+            return
+        self._looked_at = now
+        beats = {beat.writer: beat for beat in read_heartbeats(self._role.store, "rollout")}
+        lost = self._leases.observe(now, self._ledger.state, beats, self._role.dead_writers)
+        lost = [lease for lease in lost if self._ledger.state.tickets[lease.ticket].owner != self._role.writer]
+        while lost:
+            record = decide_reclaim(
+                self._ledger.state, self._role.writer, lost, version=self._engine.version, limit=None
+            )
+            if record is None:
+                return
+            point("rollout.before_reclaim")
+            if self._ledger.append(record) and record.kind == "reclaim":
+                self._begin(record)
+
+    def _begin(self, record: Claim) -> None:
+        """Submit the groups of a claim that stands."""
+        curriculum = self._curricula.at(record.curriculum)
+        for ticket in record.tickets:
+            group = self._make_group(ticket, record, curriculum)
+            self._open[(ticket, record.attempt)] = group
+            if group.error:
+                self._close(group)
+                continue
+            for sample in range(self._config.samples_per_group):
+                self._engine.submit(self._request(group, sample))
+        self._role.progressed(f"claimed tickets {record.tickets[0]} to {record.tickets[-1]}")
+
+    def _make_group(self, ticket: int, record: Claim, curriculum: Curriculum) -> Group:
+        prompt = self._envs.prompt_for(prompt_number(ticket, curriculum))
+        limit = self._engine.max_length - self._config.rollout.sampling.max_new_tokens
+        env = self._envs.env_of(prompt.id).name
+        try:
+            ids, error = encode_prompt(prompt, self._tokenizer, limit), ""
+        except ConfigError as cause:  # one prompt that does not fit is an error row, not the end of the run
+            ids, error = [], str(cause)
+        return Group(ticket, record.attempt, prompt.id, env, ids, record.at, error)
+
+    def _request(self, group: Group, sample: int) -> Request:
+        sampling = self._config.rollout.sampling
+        return Request(
+            key=(group.ticket, group.attempt, sample),
+            prompt_ids=group.prompt_ids,
+            seed=sample_seed(group.ticket, sample),
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stops=self._stops,
+        )
+
+    def _collect(self, result: Finished) -> None:
+        ticket, attempt, sample = result.key  # pyright: ignore[reportGeneralTypeIssues]
+        group = self._open[(ticket, attempt)]
+        group.results[sample] = result
+        if len(group.results) == self._config.samples_per_group:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        del self._open[(group.ticket, group.attempt)]
+        if not self._finished:
+            self._oldest_finished = time.monotonic()
+        self._finished.append(group)
+
+    def _is_due(self) -> bool:
+        """Whether to write: a batch is full, nothing else is coming, or the oldest result has waited long enough."""
+        return (
+            not self._open
+            or len(self._finished) >= self._config.rollout.groups_per_batch
+            or time.monotonic() - self._oldest_finished > PUBLISH_AFTER_S
+        )
+
+    def publish(self) -> None:
+        """Write the finished groups as batches, and a raw record for each."""
+        while self._finished:
+            groups = [
+                self._finished.popleft() for _ in range(min(len(self._finished), self._config.rollout.groups_per_batch))
+            ]
+            table, references = make_raw_table(groups, self._config)
+            point("rollout.before_batch")
+            batch = put_batch(self._role.store, trajectory.check(table, "raw"))
+            point("rollout.before_raw")
+            record = Raw(writer=self._role.writer, batch=batch, groups=tuple(references), metrics=self._count(table))
+            self._raw.append(self._next_raw, record)
+            self._next_raw += 1
+            point("rollout.raw")
+            self._role.held |= {str(group.ticket): DELIVERED for group in groups}
+
+    def _count(self, table: pa.Table) -> dict[str, float]:
+        """Return what this process did since its last record."""
+        tokens, busy_s, waiting_s = self._counted
+        self._counted = (self._engine.num_tokens, self._role.busy_s, self._role.waiting_s)
+        prompts = pa.compute.sum(pa.compute.list_value_length(table.column("prompt_ids"))).as_py()
+        return {
+            "tokens": float(self._engine.num_tokens - tokens),
+            "prompt_tokens": float(prompts),
+            "busy_s": self._role.busy_s - busy_s,
+            "waiting_s": self._role.waiting_s - waiting_s,
+            "rows": float(table.num_rows),
+        }
+
+    def _show_held(self) -> None:
+        """Keep the heartbeat's counters: they move with progress, and only with it."""
+        counters = {str(group.ticket): len(group.results) for group in self._open.values()}
+        for (ticket, _, _), tokens in self._progress():
+            counters[str(ticket)] = counters.get(str(ticket), 0) + tokens
+        counters |= {str(group.ticket): 1 << 30 for group in self._finished}
+        pending = self._ledger.state.tickets
+        delivered = {
+            ticket: DELIVERED
+            for ticket, counter in self._role.held.items()
+            if counter == DELIVERED and int(ticket) in pending and pending[int(ticket)].is_pending
+        }
+        self._role.held = delivered | counters
+
+    def _progress(self) -> Iterator[tuple[Key, int]]:
+        for key, tokens in self._engine.progress().items():
+            yield key, tokens + 1  # pyright: ignore[reportReturnType]
+
+
+def sample_seed(ticket: int, sample: int) -> int:
+    """Return the seed of a sample's random stream: the same for every attempt at the ticket."""
+    return ticket * MAX_SAMPLES + sample
+
+
+def make_raw_table(groups: list[Group], config: RunConfig) -> tuple[pa.Table, list[GroupRef]]:
+    """Return the raw table of finished groups, rows by group and sample, and where each group lies in it."""
+    columns: dict[str, list[object]] = {field.name: [] for field in trajectory.SCHEMAS["raw"]}
+    references = []
+    num_samples = config.samples_per_group
+    for i, group in enumerate(groups):
+        rows = [_row(group, sample, config) for sample in range(num_samples)]
+        for row in rows:
+            for name, value in row.items():
+                columns[name].append(value)
+        versions = [int(version) for result in group.results.values() for version in result.digests]
+        references.append(
+            GroupRef(
+                ticket=group.ticket,
+                attempt=group.attempt,
+                first_row=i * num_samples,
+                num_rows=num_samples,
+                oldest_version=min(versions, default=-1),
+            )
+        )
+    arrays = {field.name: pa.array(columns[field.name], field.type) for field in trajectory.SCHEMAS["raw"]}
+    return pa.table(arrays, schema=trajectory.SCHEMAS["raw"]), references
+
+
+def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
+    sampling = config.rollout.sampling
+    result = group.results.get(sample)
+    num_tokens = 0 if result is None else len(result.response_ids)
+    return {
+        "ticket": group.ticket,
+        "attempt": group.attempt,
+        "sample": sample,
+        "prompt_id": group.prompt_id,
+        "env": group.env,
+        "seed": sample_seed(group.ticket, sample),
+        "prompt_ids": group.prompt_ids,
+        "response_ids": [] if result is None else result.response_ids,
+        "action_mask": np.ones(num_tokens, bool),
+        "behavior_logprobs": [] if result is None else result.logprobs,
+        "policy_versions": [] if result is None else result.versions,
+        "used_versions": [] if result is None else list(result.digests),
+        "used_digests": [] if result is None else list(result.digests.values()),
+        "finish_reason": "error" if result is None else result.finish_reason,
+        "error": (group.error or "no response") if result is None else "",
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "engine": ENGINE,
+        "dtype": config.model.dtype if config.model.type == "local" else "float32",
+        "queued_at": group.queued_at,
+        "started_at": 0.0 if result is None else result.started_at,
+        "finished_at": 0.0 if result is None else result.finished_at,
+    }

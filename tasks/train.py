@@ -1,0 +1,287 @@
+"""The train role: takes accepted groups, makes an optimizer step, publishes the weights, commits.
+
+The commit is the single moment at which a step becomes true. Everything before it is written under names that
+nobody refers to yet, so a crash at any place leaves either the old version or the new one.
+
+train waits for: B accepted groups, such that those left behind can still make it.   unblocked by: curate
+"""
+
+import json
+import time
+from collections.abc import Mapping
+
+import torch
+
+from data_contracts import trajectory
+from data_contracts.config import RunConfig
+from data_contracts.curriculum import advance, claimed_since_commit, returned_since_commit
+from data_contracts.errors import ContractError, DigestMismatch, ObjectMissing, ProtocolError, TrainingDiverged
+from data_contracts.protocol import (
+    Finished,
+    Refuse,
+    Replaced,
+    Timeouts,
+    Train,
+    choose_groups,
+    decide_refuse,
+    decide_start,
+)
+from data_contracts.records import Commit, Consumed, ObjectRef
+from infra.crash import point
+from infra.objects import get_batch, get_object, put_named, put_object
+from models.digest import weights_digest
+from models.policy import build_policy, copy_weights, named_weights
+from models.policy import load_weights as load_into
+from models.samples import Sample, samples_from_table
+from models.trainer import StepResult, Trainer, checkpoint_from_bytes, checkpoint_to_bytes
+from tasks.curriculum import CurriculumReader
+from tasks.ledger import Ledger
+from tasks.model_files import read_model_files
+from tasks.quarantine import quarantine
+from tasks.role import Role
+from tasks.weights import PolicyReader, Weights, publish_delta, publish_full
+
+Groups = list[list[Sample]]
+
+
+class GroupUnusable(ContractError):
+    """An accepted group cannot be trained after all."""
+
+    def __init__(self, message: str, ticket: int = -1, reason: str = "contract", ref: ObjectRef | None = None) -> None:
+        super().__init__(message)
+        self.ticket, self.reason, self.ref = ticket, reason, ref
+
+
+def run(role: Role) -> None:
+    """Train until every step is committed, then end the run."""
+    torch.set_num_threads(role.config.train.threads)
+    while True:
+        ledger = Ledger(role.store, role.config)
+        if ledger.newest is not None:
+            break
+        role.wait("the first version", on=("start",))
+    learner = Learner(role, ledger)
+    if not learner.take_over():
+        return
+    while learner.turn():
+        pass
+    role.check(often=True)
+    if not role.is_over:
+        role.tell("end")
+
+
+class Learner:
+    """One training process: the model with its optimizer, and the right to commit until somebody replaces it."""
+
+    def __init__(self, role: Role, ledger: Ledger) -> None:
+        self._role = role
+        self._config: RunConfig = role.config
+        self._ledger = ledger
+        self._curricula = CurriculumReader(ledger)
+        self._groups = GroupReader(ledger)
+        self._timeouts = Timeouts(role.config.staleness.ticket_timeout_s)
+        self._waited_since = time.monotonic()
+        self._last_status = ledger.newest.status if ledger.newest else "initial"
+        reader = PolicyReader(role.store)
+        weights, _ = reader.weights(0)
+        self._dtype = next(iter(weights.values())).dtype
+        policy = build_policy(read_model_files(role.store), self._dtype, weights)
+        self._trainer = Trainer(policy.model, role.config.algorithm, role.config.train, total_steps=role.config.steps)
+        self._published: Weights = weights
+        self._recover(reader)
+
+    def take_over(self) -> bool:
+        """Announce this trainer; return False when another has announced itself meanwhile."""
+        while record := decide_start(self._ledger.state, self._role.writer):
+            point("train.before_start")
+            self._ledger.append(record)
+            self._ledger.sync()
+        return self._ledger.state.trainer == self._role.writer
+
+    def turn(self) -> bool:
+        """Do the next thing there is to do; return False when there is nothing left."""
+        self._role.check()
+        self._ledger.sync()
+        late = self._timeouts.observe(time.monotonic(), self._ledger.state)
+        if late:
+            self._refuse(late, "timeout", f"out for {self._config.staleness.ticket_timeout_s} s")
+            return True
+        move = choose_groups(self._ledger.state, self._role.writer)
+        if isinstance(move, Finished):
+            return False
+        if isinstance(move, Replaced):
+            self._role.progressed(f"replaced by trainer {move.by}")
+            return False
+        if isinstance(move, Refuse):
+            self._refuse(move.tickets, move.reason, "")
+        elif isinstance(move, Train):
+            self._train(move)
+        else:
+            self._role.wait(f"{move.reason} of {len(move.tickets)} tickets", on=("rollout", "reward", "curate"))
+        return True
+
+    def _refuse(self, tickets: list[int] | tuple[int, ...], reason: str, detail: str) -> None:
+        record = decide_refuse(self._ledger.state, self._role.writer, tickets, reason, detail)  # pyright: ignore[reportArgumentType]
+        if record is not None:
+            point("train.before_refused")
+            self._ledger.append(record)
+
+    def _train(self, move: Train) -> None:
+        waited_s = time.monotonic() - self._waited_since
+        try:
+            groups = [self._groups.read(group) for group in move.consumed]
+        except GroupUnusable as problem:
+            quarantine(self._role.store, "train", [problem.ticket], str(problem), {}, problem.ref)
+            self._refuse([problem.ticket], problem.reason, str(problem))
+            return
+        started = time.monotonic()
+        self._role.progressed(f"training towards version {move.version}")
+        result = self._step(groups, move.version)
+        commit = self._publish(move, result, started, waited_s)
+        point("train.before_commit")
+        if not self._ledger.append(commit):
+            raise ProtocolError(
+                f"commit {move.version} is by another trainer: this one was thought dead; nothing of it is used"
+            )
+        point("train.committed")
+        self._role.tokens += result.num_tokens
+        self._waited_since = time.monotonic()
+        if result.status == "skipped" and self._last_status == "skipped":
+            raise TrainingDiverged(
+                f"commits {move.version - 1} and {move.version} were both skipped: {result.evidence}"
+            )
+        self._last_status = result.status
+
+    def _step(self, groups: Groups, version: int) -> StepResult:
+        return self._trainer.step(groups, version=version - 1, max_staleness=self._config.staleness.bound)
+
+    def _publish(self, move: Train, result: StepResult, started: float, waited_s: float) -> Commit:
+        """Write weights, and perhaps a checkpoint and a snapshot; return the commit that names them."""
+        version, store, writer = move.version, self._role.store, self._role.writer
+        newest = self._ledger.newest
+        if newest is None:
+            raise ProtocolError("there is no commit 0 to train from")
+        weights = copy_weights(self._trainer.model, self._dtype)
+        if version % self._config.train.full_weights_every == 0:
+            reference = publish_full(store, version, writer, weights)
+        else:
+            reference = publish_delta(store, version, writer, weights, self._published)
+        self._published = weights
+        point("train.published")
+        due = version % self._config.train.checkpoint_every == 0 or version == self._config.steps
+        checkpoint = snapshot = None
+        if due:
+            body = checkpoint_to_bytes(*self._trainer.checkpoint_state())
+            checkpoint = (put_named(store, f"checkpoint/{version:010d}-{writer}/state.safetensors", body),)
+            snapshot = put_object(store, "snapshot", ".json", json.dumps(self._ledger.state.snapshot()).encode())
+            point("train.checkpointed")
+        metrics = result.metrics | {"time/wait_s": waited_s, "time/step_s": time.monotonic() - started}
+        return Commit(
+            writer=writer,
+            version=version,
+            status=result.status,
+            consumed=move.consumed,
+            weights=reference,
+            checkpoint=checkpoint,
+            checkpoint_version=version if due else newest.checkpoint_version,
+            curriculum=self._advance_curriculum(),
+            snapshot=snapshot,
+            snapshot_version=version if due else newest.snapshot_version,
+            positions=move.positions,
+            num_trained=move.num_trained,
+            num_tokens=newest.num_tokens + result.num_tokens,
+            metrics=metrics,
+            histograms=result.histograms,
+            evidence=result.evidence,
+        )
+
+    def _advance_curriculum(self) -> ObjectRef | None:
+        state = self._ledger.state
+        claimed, returned = claimed_since_commit(state), returned_since_commit(state)
+        named = {handed.curriculum for handed in (*claimed, *returned)}
+        states = {version: self._curricula.at(version) for version in sorted(named)}
+        current = self._curricula.at(state.version)
+        following = advance(current, claimed, returned, states)
+        if following.is_plain and current.is_plain:
+            return None
+        return put_object(self._role.store, "curriculum", ".json", following.model_dump_json().encode())
+
+    def _recover(self, reader: PolicyReader) -> None:
+        """Load the newest checkpoint and train the commits after it again, from the batches they name."""
+        newest = self._ledger.newest
+        if newest is None or newest.version == 0:
+            return
+        at = newest.checkpoint_version
+        checkpoint = self._ledger.commit(at).checkpoint
+        if checkpoint:
+            body = get_object(self._role.store, checkpoint[0])
+            self._trainer.load_checkpoint(*checkpoint_from_bytes(body))
+        for version in range(at + 1, newest.version + 1):
+            self._role.progressed(f"training version {version} again after a restart")
+            self._repeat(self._ledger.commit(version), reader)
+        self._published = copy_weights(self._trainer.model, self._dtype)
+
+    def _repeat(self, commit: Commit, reader: PolicyReader) -> None:
+        """Train one commit again. Where the backend is not deterministic the published weights win."""
+        self._step([self._groups.read(group) for group in commit.consumed], commit.version)
+        digest = weights_digest(copy_weights(self._trainer.model, self._dtype))
+        if digest != commit.weights.digest:
+            load_into(self._trainer.model, reader.weights(commit.version)[0], cast=True)
+            note = f"version {commit.version} trained again gave {digest}, committed was {commit.weights.digest}"
+            self._role.tell("amend", version=commit.version, error=note)
+        self._role.check()
+
+    def digest(self) -> str:
+        """Return the digest of the weights as they would be published now."""
+        return weights_digest(named_weights(self._trainer.model))
+
+
+class GroupReader:
+    """Reads accepted groups, verified once more where they are used."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._digests: dict[int, str] = {}
+        self._batch_key = ""
+        self._batch = None
+
+    def read(self, group: Consumed) -> list[Sample]:
+        """Return the good samples of a group.
+
+        Raises:
+            GroupUnusable: the batch is torn, altered or missing, breaks its contract, or was sampled by weights
+                other than those committed.
+        """
+        try:
+            table = self._table(group)
+            rows = table.slice(group.group.first_row, group.group.num_rows)
+            trajectory.check(rows, "scored", newest_version=self._ledger.state.version)
+            self._check_digests(rows.column("used_versions").to_pylist(), rows.column("used_digests").to_pylist())
+        except DigestMismatch as cause:
+            raise GroupUnusable(str(cause), group.ticket, "digest", group.batch) from cause
+        except ContractError as cause:
+            raise GroupUnusable(str(cause), group.ticket, "contract", group.batch) from cause
+        except ObjectMissing as cause:
+            raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
+        return samples_from_table(rows)
+
+    def _table(self, group: Consumed):
+        if group.batch.key != self._batch_key:
+            try:
+                self._batch = get_batch(self._ledger.store, group.batch, "scored")
+            except DigestMismatch as cause:
+                raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
+            self._batch_key = group.batch.key
+        return self._batch
+
+    def _check_digests(self, versions: list[list[int]], digests: list[list[str]]) -> None:
+        told: Mapping[int, str] = dict(
+            pair for of_row in zip(versions, digests, strict=True) for pair in zip(*of_row, strict=True)
+        )
+        for version, digest in told.items():
+            if version not in self._digests:
+                self._digests[version] = self._ledger.commit(version).weights.digest
+            if self._digests[version] != digest:
+                raise DigestMismatch(
+                    f"tokens claim version {version} by weights {digest}, committed was {self._digests[version]}"
+                )

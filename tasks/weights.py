@@ -1,0 +1,102 @@
+"""Policy versions in the store: publishing them, and getting one back, proven by its digest."""
+
+from collections.abc import Mapping
+
+import torch
+
+from data_contracts.errors import DigestMismatch, ObjectMissing, ProtocolError
+from data_contracts.records import Commit, ObjectRef, PolicyRef
+from infra.log import Log
+from infra.objects import get_object, put_named
+from infra.store import Store
+from models.delta import apply_delta, delta_from_bytes, delta_to_bytes, make_delta
+from models.digest import weights_digest
+from models.policy import weights_from_bytes, weights_to_bytes
+
+Weights = Mapping[str, torch.Tensor]
+
+FULL = "model.safetensors"
+DELTA = "delta.safetensors"
+
+
+def publish_full(
+    store: Store, version: int, writer: str, weights: Weights, *, files: Mapping[str, bytes] | None = None
+) -> PolicyRef:
+    """Write weights (and, for version 0, the model's small files) under names no commit refers to yet."""
+    folder = f"policy/{version:010d}-{writer}"
+    objects = [put_named(store, f"{folder}/{FULL}", weights_to_bytes(weights))]
+    objects += [put_named(store, f"{folder}/{name}", body) for name, body in sorted((files or {}).items())]
+    return _describe("full", weights, objects)
+
+
+def publish_delta(store: Store, version: int, writer: str, weights: Weights, base: Weights) -> PolicyRef:
+    """Write the exact sparse difference to version - 1; the digest is that of the full weights."""
+    body = delta_to_bytes(make_delta(base, weights))
+    reference = put_named(store, f"policy/{version:010d}-{writer}/{DELTA}", body)
+    return _describe("delta", weights, [reference], base=version - 1)
+
+
+def _describe(kind: str, weights: Weights, objects: list[ObjectRef], base: int | None = None) -> PolicyRef:
+    return PolicyRef.model_validate(
+        {
+            "kind": kind,
+            "base": base,
+            "objects": objects,
+            "digest": weights_digest(weights),
+            "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+            "num_parameters": sum(tensor.numel() for tensor in weights.values()),
+        }
+    )
+
+
+class PolicyReader:
+    """Reads versions through their commits, keeping the last one so that a difference is enough for the next."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._commits = Log(store, "log/commit", Commit)
+        self._version = -1
+        self._weights: Weights = {}
+
+    def weights(self, version: int) -> tuple[Weights, str]:
+        """Return the weights of a version and their digest, computed over what is returned.
+
+        Raises:
+            ObjectMissing: the version does not exist.
+            DigestMismatch: an object or the weights are not those that were committed.
+        """
+        chain: list[Commit] = []
+        at = version
+        while at != self._version:
+            commit = self._commit(at)
+            chain.append(commit)
+            if commit.weights.kind == "full":
+                break
+            if commit.weights.base is None:
+                raise ProtocolError(f"commit {at}: weights are a difference without a base")
+            at = commit.weights.base
+        weights = self._weights
+        digest = weights_digest(weights) if not chain else ""
+        for commit in reversed(chain):
+            weights, digest = self._step(commit, weights)
+        self._version, self._weights = version, weights
+        return weights, digest
+
+    def _step(self, commit: Commit, base: Weights) -> tuple[Weights, str]:
+        body = get_object(self._store, next(o for o in commit.weights.objects if o.key.endswith(".safetensors")))
+        if commit.weights.kind == "full":
+            weights: Weights = weights_from_bytes(body)
+        else:
+            weights = apply_delta(base, delta_from_bytes(body))
+        digest = weights_digest(weights)
+        if digest != commit.weights.digest:
+            raise DigestMismatch(
+                f"weights of version {commit.version}: expected digest {commit.weights.digest}, got {digest}"
+            )
+        return weights, digest
+
+    def _commit(self, version: int) -> Commit:
+        commit = self._commits.read(version)
+        if commit is None:
+            raise ObjectMissing(f"version {version} does not exist in {self._store.url}")
+        return commit
