@@ -127,12 +127,15 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
     return _services(running)
 
 
-def down(home: Path | None = None) -> list[Name]:
-    """Stop the servers that `up` started, with all their descendants; return the names of those that ran."""
+def down(home: Path | None = None, patience_s: float = STOP_LIMIT_S) -> list[Name]:
+    """Stop the servers that `up` started, with all their descendants; return the names of those that ran.
+
+    What has not ended `patience_s` seconds after it was asked to is killed.
+    """
     home = settings.make_home(home)
     with _locked(home):
         servers = list(_read_state(home).values())
-        stopped = _stop(servers)
+        stopped = _stop(servers, patience_s)
         _write_state(home, {})
     return stopped
 
@@ -367,7 +370,7 @@ def _family(servers: list[Server]) -> list[psutil.Process]:
     return mine
 
 
-def _stop(servers: list[Server]) -> list[Name]:
+def _stop(servers: list[Server], patience_s: float = STOP_LIMIT_S) -> list[Name]:
     """Ask the servers to end, then kill what is left of them; return the names of those that were alive."""
     alive = [server for server in servers if _is_alive(server)]
     processes = _family(servers)
@@ -379,8 +382,9 @@ def _stop(servers: list[Server]) -> list[Name]:
         if process.pid not in leaders:  # also what outlived its leader
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-    _, left = psutil.wait_procs(processes, timeout=STOP_LIMIT_S)
-    for process in {*left, *_family(servers)}:
+    psutil.wait_procs(processes, timeout=patience_s)
+    left = _family(servers)  # also what was started meanwhile
+    for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=STOP_LIMIT_S)

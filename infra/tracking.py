@@ -107,13 +107,14 @@ class Exporter:
         self._model_name = history.model_name(config)
         self._params = history.flatten(config)
         self._tags = _run_tags(store.url, run_id, packages or {}, flow_run_id, flow_run_url)
+        self._experiment = ""
         self._mlflow_run_id: str | None = None
         self._versions: dict[int, ModelVersion] | None = None
 
     @property
     def run_url(self) -> str:
         """Page of the MLflow run; empty before the first pass that reached the server."""
-        return f"{self.uri}/#/runs/{self._mlflow_run_id}" if self._mlflow_run_id else ""
+        return f"{self.uri}/#/experiments/{self._experiment}/runs/{self._mlflow_run_id}" if self._mlflow_run_id else ""
 
     def export_available(self) -> int:
         """Bring MLflow up to the records that exist now; return how many commits and evaluations were new to it.
@@ -141,20 +142,20 @@ class Exporter:
             run = _found(self._client.get_run, self._mlflow_run_id)
             if run is not None and run.info.lifecycle_stage == "active":
                 return run
-        found = self._search_runs(self._experiment_id())
+        self._experiment = self._experiment_id()
+        found = self._search_runs(self._experiment)
         self._mlflow_run_id = found[0].info.run_id if found else None
         return found[0] if found else None
 
     def _create_run(self) -> Run:
         started = self._control.read()
-        experiment_id = self._experiment_id()
         made = self._client.create_run(
-            experiment_id,
+            self._experiment,
             start_time=int(started[0].at * 1000) if started else None,
             tags={"rollflow.run_id": self._run_id},
             run_name=self._run_id,
         )
-        oldest = self._search_runs(experiment_id)[0]
+        oldest = self._search_runs(self._experiment)[0]
         if oldest.info.run_id != made.info.run_id:  # another exporter, or a call whose reply was lost
             self._client.delete_run(made.info.run_id)
         self._mlflow_run_id = oldest.info.run_id
@@ -356,7 +357,7 @@ class Exporter:
         decisive = history.headline(evaluation)
         if decisive is not None:
             self._crown(version, *decisive)
-        return version.model_id
+        return version.source.removeprefix("models:/") if version.source else None
 
     def _crown(self, version: ModelVersion, key: str, value: float) -> None:
         """Make `version` the champion if it is strictly better than the one there is."""

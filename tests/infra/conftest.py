@@ -10,12 +10,16 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from uuid import uuid4
 
 import pytest
 
+from data_contracts.records import BatchRef, Commit, Consumed, GroupRef, ObjectRef, PolicyRef
+from infra import settings
+from infra.services import Services, down, up
 from infra.store import Store, open_store
 
 BUCKET = "rollflow-tests"
@@ -227,3 +231,61 @@ def small_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SmallS3]
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Prefect and MLflow, as `up` started them below `home`."""
+
+    home: Path
+    services: Services
+
+    def up(self) -> Services:
+        """Start again whatever does not run, where it ran."""
+        return up(self.home)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """A Prefect and an MLflow server; a test that stops one starts it again."""
+    settings.apply_defaults()
+    home = tmp_path_factory.mktemp("servers")
+    try:
+        yield Servers(home, up(home, free_port(), free_port()))
+    finally:
+        down(home)
+
+
+@pytest.fixture
+def make_commit() -> Callable[..., Commit]:
+    """Build the commit of a version: it consumed one group of a batch of its own, at a time of its own."""
+
+    def make(version: int, **fields: object) -> Commit:
+        group = GroupRef(ticket=version, attempt=0, first_row=0, num_rows=8)
+        batch = BatchRef(key=f"batch/{version:064x}.arrow", num_bytes=10, sha256=f"{version:064x}", num_rows=8)
+        weights = ObjectRef(key=f"policy/{version}-w/model.safetensors", num_bytes=10, sha256="0" * 64)
+        return Commit.model_validate(
+            {
+                "writer": "trainer",
+                "at": 1_000_000_000.5 + version,
+                "version": version,
+                "status": "trained" if version else "initial",
+                "consumed": [Consumed(ticket=version, attempt=0, batch=batch, group=group)] if version else [],
+                "weights": PolicyRef(
+                    kind="full", objects=(weights,), digest=f"digest-{version}", dtype="float32", num_parameters=10
+                ),
+                "checkpoint_version": 0,
+                "num_trained": version,
+                "num_tokens": 10 * version,
+                "metrics": {"reward/mean": version / 100, "loss/total": -version / 10},
+                **fields,
+            }
+        )
+
+    return make
