@@ -61,6 +61,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "train/tokens_per_s": ("tokens/s", "response tokens in the loss by wall-clock time of the step's computation"),
     "eval/accuracy": ("fraction", "held-out prompts that the version answers right, without sampling"),
     "eval/reward": ("reward", "mean reward of the version's answers to held-out prompts, without sampling"),
+    "eval/reward/*": ("reward", "the same over the prompts of one env"),
+    "eval/length": ("tokens", "mean length of the version's answers to held-out prompts"),
+    "eval/truncated": ("fraction", "answers to held-out prompts cut off by the length limit"),
+    "eval/seconds": ("s", "wall-clock time of the evaluation"),
+    "time/step_s": ("s", "wall-clock time of the step with reading, computing and publishing"),
+    "time/wait_s": ("s", "time that the trainer waited for groups before the step"),
     "export/commit": ("version", "newest commit that the exporter has written to the tracking server"),
     "export/evaluation": ("record", "newest record of log/eval that the exporter has written, by record number"),
 }
