@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -93,8 +92,8 @@ def greedy_accuracy(model: torch.nn.Module, examples: Sequence[Example]) -> floa
     return 1.0 - wrong.any(1).float().mean().item()
 
 
-def pad_examples(examples: Sequence[Example]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Return tokens padded with zeros on the right, where nothing that counts can see them, and which are answers."""
+def pad_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Return tokens (B, T) int64 and which of them are answers (B, T) bool; padded with 0 on the right, unseen."""
     length = max(len(prompt) + len(answer) for prompt, answer in examples)
     ids = torch.zeros(len(examples), length, dtype=torch.long)
     is_answer = torch.zeros(len(examples), length, dtype=torch.bool)

@@ -115,7 +115,9 @@ def plain_examples(
         gold = envs.env_of(prompt.id).gold_response(prompt)
         answer = tokenizer.encode(gold, add_special_tokens=False)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in answer:
-            raise ConfigError(f"gold answer {gold!r} of prompt {prompt.id} has characters that the tokenizer does not know")
+            raise ConfigError(
+                f"gold answer {gold!r} of prompt {prompt.id} has characters that the tokenizer does not know"
+            )
         return encode_prompt(prompt, tokenizer, limit), [*answer, tokenizer.eos_token_id]
 
     return lambda number: encode(envs.prompt_for(number)), [encode(p) for p in envs.eval_prompts(num_held_out)]

@@ -9,7 +9,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal, TypedDict
 
 from data_contracts.errors import ConfigError, ContractError
@@ -118,7 +117,7 @@ class Env(ABC):
             self._prove(prompt)
         shared = {str(p.content) for p in trained} & {str(p.content) for p in held_out}
         if shared:
-            raise ConfigError(f"env {self.name} holds out a prompt that it also trains on: {next(islice(shared, 1))[:200]!r}")
+            raise ConfigError(f"env {self.name} holds out a prompt that it also trains on: {sorted(shared)[0][:200]!r}")
 
     def find(self, prompt_id: str) -> Prompt:
         """Return the prompt with this id.
@@ -150,12 +149,16 @@ class Env(ABC):
     def _prove(self, prompt: Prompt) -> None:
         again = self.find(prompt.id)
         if again.content != prompt.content or again.answer != prompt.answer:
-            raise ConfigError(f"env {self.name} gives another prompt when asked again for {prompt.id}: it cannot be scored")
+            raise ConfigError(
+                f"env {self.name} gives another prompt when asked again for {prompt.id}: it cannot be scored"
+            )
         gold = self.score(prompt, self.gold_response(prompt), []).reward
         if gold != GOLD_REWARD:
             raise ConfigError(
-                f"env {self.name}, prompt {prompt.id}: expected the gold answer {prompt.answer!r} to score 1, got {gold}"
+                f"env {self.name}, prompt {prompt.id}: expected gold answer {prompt.answer!r} to score 1, got {gold}"
             )
         wrong = self.score(prompt, self.wrong_response(prompt), []).reward
         if not wrong < GOLD_REWARD:
-            raise ConfigError(f"env {self.name}, prompt {prompt.id}: expected a wrong answer to score below 1, got {wrong}")
+            raise ConfigError(
+                f"env {self.name}, prompt {prompt.id}: expected a wrong answer to score below 1, got {wrong}"
+            )

@@ -71,7 +71,7 @@ class ReasoningGym(Env):
         )
 
     def eval_prompt(self, index: int) -> Prompt:
-        """Return held-out prompt `index`, counted in the data set's own order; from the start again when it runs out."""
+        """Return held-out prompt `index`, in the data set's own order; from the start again when it runs out."""
         if not 0 <= index < self.num_eval_prompts:
             raise IndexError(f"env {self.name} has held-out prompts 0 to {self.num_eval_prompts - 1}, not {index}")
         while len(self._held_out) <= index and self._num_scanned < self._config.size:
@@ -126,8 +126,8 @@ class ReasoningGym(Env):
         entry = self._data[index]
         if not isinstance(entry["answer"], str):
             raise ConfigError(
-                f"env {self.name}: data set {self._config.dataset} gives no gold answer as text, so its reward cannot be "
-                "proved: choose another data set"
+                f"env {self.name}: data set {self._config.dataset} gives no gold answer as text, so its reward cannot "
+                "be proved: choose another data set"
             )
         return entry
 
@@ -175,7 +175,9 @@ def extract(response: str, part: str) -> str | None:
 
 def _make_dataset(config: ReasoningGymEnv) -> Any:
     if config.dataset not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no data set {config.dataset!r}: {_suggest(config.dataset, list(DATASETS))}")
+        raise ConfigError(
+            f"reasoning-gym has no data set {config.dataset!r}: {_suggest(config.dataset, list(DATASETS))}"
+        )
     known = [f.name for f in fields(DATASETS[config.dataset][1]) if f.name != "size"]
     for name in config.parameters:
         if name not in known:
@@ -188,7 +190,9 @@ def _make_dataset(config: ReasoningGymEnv) -> Any:
 
 def _suggest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(sorted(known))}"
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"choose one of {', '.join(sorted(known))}"
 
 
 def _check_stable(config: ReasoningGymEnv, data: Any) -> None:
