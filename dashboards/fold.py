@@ -245,25 +245,17 @@ class Fold:
     def control(self, record: Control) -> None:
         """Fold one entry of log/control."""
         self._seen(record.at)
-        states = {"start": "running", "stop": "stopped", "end": "finished", "fail": "failed"}
-        if record.kind == "start" or self.state != "failed":  # what follows a failure is its aftermath
-            self.state = states.get(record.kind, self.state)
+        if record.kind in ("stop", "end") and self.state == "running":
+            self.state = {"stop": "stopped", "end": "finished"}[record.kind]
         if record.kind == "fail":
-            self.error = self.error or (f"{record.role}: {record.error}" if record.role else record.error)
-            _count(self.errors, f"{record.role or 'run'}: {kind_of(record.error)}", record.error)
+            self.state = "failed"
+            self.error = self.error or f"{record.role}: {record.error}"
+            _count(self.errors, f"{record.role}: {kind_of(record.error)}", record.error)
         elif record.kind == "start":
-            self.error = ""
+            self.state, self.error = "running", ""
         elif record.kind == "dead":
-            role = next((name for name, worked in self.worked.items() if record.target in worked.writers), "")
-            role = role or ("rollout" if record.target in self.writers else "")
-            _count(self.errors, f"{role or 'some role'}: process died", f"process {record.target}")
-        what = {
-            "dead": record.target,
-            "stop": record.error,
-            "fail": record.error,
-            "full_weights": f"version {record.version}",
-        }
-        self.events.append(Event(record.at, record.kind, " ".join(filter(None, (record.role, what.get(record.kind))))))
+            _count(self.errors, f"{self._role_of(record.target) or 'some role'}: process died", record.target)
+        self.events.append(Event(record.at, record.kind, self._tell(record)))
 
     def rate(self, role: str, now: float) -> float | None:
         """Tokens per second of `role` over the last `RATE_WINDOW_S` before `now`; None when it never told."""
@@ -276,6 +268,22 @@ class Fold:
         first = inside[0]
         span = max(now - (first.at - first.busy_s - first.waiting_s), 1e-3)
         return sum(a.tokens for a in inside) / min(max(span, 1.0), RATE_WINDOW_S)
+
+    def _tell(self, record: Control) -> str:
+        match record.kind:
+            case "dead":
+                return f"{self._role_of(record.target)} process {record.target}".strip()
+            case "full_weights":
+                return f"{record.role} asks for version {record.version}"
+            case "fail":
+                return f"{record.role}: {record.error}"
+            case _:
+                return record.error
+
+    def _role_of(self, writer: str) -> str:
+        if writer in self.writers:
+            return "rollout"
+        return next((name for name, worked in self.worked.items() if writer in worked.writers), "")
 
     def _advance(self, groups: tuple[GroupRef, ...], stage: Stage) -> None:
         for group in groups:

@@ -7,6 +7,7 @@ script that shows values under the pointer from the `data-chart` attribute.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -35,7 +36,7 @@ def format_number(value: float | None) -> str:
     """Return a number as a person would write it: about three digits, k and M for thousands and millions.
 
     >>> [format_number(v) for v in (0, 0.0312, 12.345, 1234567, 1e-7, None)]
-    ['0', '0.0312', '12.3', '1.23M', '1e-07', '–']
+    ['0', '0.0312', '12.3', '1.23M', '1e-7', '–']
     """
     if value is None or not math.isfinite(value):
         return "–" if value is None else str(value)
@@ -45,7 +46,7 @@ def format_number(value: float | None) -> str:
             return f"{value / (1e3 if letter == 'k' else limit):.3g}{letter}"
     if size >= 100 or value == int(value):
         return f"{value:.0f}"
-    return f"{value:.3g}"
+    return re.sub(r"e([+-])0+", r"e\1", f"{value:.3g}")
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -86,7 +87,6 @@ def line_chart(
     x_name: str = "version",
     bounds: tuple[float | None, float | None] = (None, None),
     rule: tuple[float, str] | None = None,
-    is_wide: bool = False,
 ) -> str:
     """Return a figure of lines over a common x axis, or an empty string when there is nothing to draw.
 
@@ -101,29 +101,21 @@ def line_chart(
     numbers = [y for s in series for y in s.ys if y is not None and math.isfinite(y)]
     numbers += [b for b in bounds if b is not None] + ([rule[0]] if rule else [])
     y_ticks = ticks(min(numbers), max(numbers))
-    if len(y_ticks) > 6:
-        y_ticks = y_ticks[:: math.ceil(len(y_ticks) / 6)] + (
-            [y_ticks[-1]] if (len(y_ticks) - 1) % math.ceil(len(y_ticks) / 6) else []
-        )
-    box = _Box(min(x for s in series for x in s.xs), max(x for s in series for x in s.xs), y_ticks[0], y_ticks[-1])
-    drawing = [_rule_path(box, y, "grid") for y in y_ticks]
+    xs = [x for s in series for x in s.xs]
+    box = _Box(min(xs), max(xs), y_ticks[0], y_ticks[-1])
+    drawing = [_rule_path(box, y, "gridline") for y in y_ticks]
     drawing += [_rule_path(box, rule[0], "rule")] if rule else []
     drawing += [_series_path(box, s) for s in sorted(series, key=lambda s: s.style != "faint")]
     labels = [f'<i class="yt" style="top:{box.y(y) / 10:.2f}%">{format_number(y)}</i>' for y in y_ticks]
-    labels += _x_labels(box, x_name)
+    labels += _x_labels(box)
     if rule:
         labels.append(f'<i class="rl" style="top:{box.y(rule[0]) / 10:.2f}%">{escape(rule[1])}</i>')
-    named = [s for s in series if s.style != "faint" or len(series) == 1]
-    latest = "".join(f'<b class="c{s.color}">{format_number(_last(s.ys))}</b>' for s in named)
-    keys = "".join(f'<span class="c{s.color} key {s.style}">{escape(s.name)}</span>' for s in series)
-    return _figure(
-        title,
-        note,
-        latest,
-        _plot(drawing, labels, hover_data(box, series, x_name)),
-        keys if len(series) > 1 else "",
-        is_wide,
-    )
+    if len(series) == 1:
+        latest, keys = f'<b class="c{series[0].color}">{format_number(_last(series[0].ys))}</b>', ""
+    else:
+        latest, keys = "", "".join(_key(s) for s in series)
+    plot = _plot(drawing, labels, hover_data(box, series, x_name))
+    return _figure(title, note, latest, plot, keys)
 
 
 def heat_strip(title: str, columns: Mapping[int, Mapping[int, float]], *, note: str, bound: int | None = None) -> str:
@@ -145,7 +137,7 @@ def heat_strip(title: str, columns: Mapping[int, Mapping[int, float]], *, note: 
         for row, weight in shares.items():
             top = SIZE - (row + 1) * height
             cells.append(
-                f'<rect class="cell" x="{i * width:.1f}" y="{top:.1f}" width="{width + 0.6:.1f}" height="{height:.1f}"'
+                f'<rect class="cell" x="{i * width:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"'
                 f' opacity="{0.12 + 0.88 * weight / total:.2f}"/>'
             )
     box = _Box(merged[0][0], merged[-1][0], 0, num_rows)
@@ -154,30 +146,37 @@ def heat_strip(title: str, columns: Mapping[int, Mapping[int, float]], *, note: 
     every = math.ceil(num_rows / 8)
     labels = [f'<i class="yt" style="top:{box.y(row + 0.5) / 10:.2f}%">{row}</i>' for row in range(0, num_rows, every)]
     means = [sum(r * w for r, w in shares.items()) / sum(shares.values()) for _, shares in merged]
-    hover = hover_data(box, [Series("mean age", [x for x, _ in merged], means)], "version", is_overlay=True)
-    return _figure(
-        title, note, f"<b>{means[-1]:.2f}</b>", _plot(cells, labels + _x_labels(box, "version"), hover), "", False
-    )
+    hover = hover_data(box, [Series("mean age", [x for x, _ in merged], means)], "version")
+    plot = _plot(cells, labels + _x_labels(box), hover)
+    return _figure(title, note, f"<b>{means[-1]:.2f}</b>", plot, "")
 
 
-def bars(rows: Sequence[tuple[str, float, str]], color: int = 1, *, title_of: Mapping[str, str] | None = None) -> str:
-    """Return horizontal bars: (label, weight, text at the end of the bar)."""
+def bars(
+    rows: Sequence[tuple[str, float, str]],
+    color: int = 1,
+    *,
+    title_of: Mapping[str, str] | None = None,
+    is_long: bool = False,
+) -> str:
+    """Return horizontal bars: (label, weight, text at the end of the bar); `is_long` leaves labels half the width."""
     largest = max((weight for _, weight, _ in rows), default=0) or 1
     out = []
     for label, weight, text in rows:
         hint = escape((title_of or {}).get(label, ""))
+        share = 100 * weight / largest
         out.append(
-            f'<div class="bar" title="{hint}"><span class="bl">{escape(label)}</span><span class="bt"><i class="f{color}"'
-            f' style="width:{100 * weight / largest:.1f}%"></i></span><span class="bv">{escape(text)}</span></div>'
+            f'<div class="bar" title="{hint}"><span class="bl">{escape(label)}</span><span class="bt">'
+            f'<i class="f{color}" style="width:{share:.1f}%"></i></span><span class="bv">{escape(text)}</span></div>'
         )
-    return f'<div class="bars">{"".join(out)}</div>'
+    return f'<div class="{"bars long" if is_long else "bars"}">{"".join(out)}</div>'
 
 
 def stacked(parts: Sequence[tuple[str, float, int]]) -> str:
     """Return one bar of shares: (name, weight, colour); colour 0 is pale."""
     total = sum(weight for _, weight, _ in parts) or 1
     inside = "".join(
-        f'<i class="f{color}" style="width:{100 * weight / total:.2f}%" title="{escape(name)}: {format_number(weight)}"></i>'
+        f'<i class="f{color}" style="width:{100 * weight / total:.2f}%"'
+        f' title="{escape(name)}: {format_number(weight)}"></i>'
         for name, weight, color in parts
         if weight > 0
     )
@@ -235,12 +234,11 @@ class _Box:
         return SIZE / 2 if self.y1 == self.y0 else SIZE - (value - self.y0) / (self.y1 - self.y0) * SIZE
 
 
-def hover_data(box: _Box, series: Sequence[Series], x_name: str, *, is_overlay: bool = False) -> str:
+def hover_data(box: _Box, series: Sequence[Series], x_name: str) -> str:
     """Return, as JSON, what the page's script shows under the pointer."""
     data = {
         "box": [box.x0, box.x1, box.y0, box.y1],
         "x": x_name,
-        "overlay": is_overlay,
         "series": [
             {"name": s.name, "color": s.color, "xs": list(s.xs), "ys": [_short(y) for y in s.ys]} for s in series
         ],
@@ -255,13 +253,18 @@ def _plot(drawing: Sequence[str], labels: Sequence[str], hover: str) -> str:
     )
 
 
-def _figure(title: str, note: str, latest: str, plot: str, keys: str, is_wide: bool) -> str:
-    kind = "chart wide" if is_wide else "chart"
+def _figure(title: str, note: str, latest: str, plot: str, keys: str) -> str:
     key_line = f'<div class="keys">{keys}</div>' if keys else ""
     return (
-        f'<figure class="{kind}"><figcaption><div><h3>{escape(title)}</h3><p>{escape(note)}</p></div>'
-        f'<div class="latest">{latest}</div></figcaption>{plot}{key_line}</figure>'
+        f'<figure class="chart"><figcaption><div class="top"><h3>{escape(title)}</h3>'
+        f'<div class="latest">{latest}</div></div>'
+        f"<p>{escape(note)}</p></figcaption>{plot}{key_line}</figure>"
     )
+
+
+def _key(series: Series) -> str:
+    value = "" if series.style == "faint" else f" <b>{format_number(_last(series.ys))}</b>"
+    return f'<span class="c{series.color} key {series.style}">{escape(series.name)}{value}</span>'
 
 
 def _series_path(box: _Box, series: Series) -> str:
@@ -285,10 +288,9 @@ def _rule_path(box: _Box, y: float, kind: str) -> str:
     return f'<path class="{kind}" d="M0 {box.y(y):.1f}H1000"/>'
 
 
-def _x_labels(box: _Box, x_name: str) -> list[str]:
+def _x_labels(box: _Box) -> list[str]:
     inside = [x for x in ticks(box.x0, box.x1, 5) if box.x0 <= x <= box.x1] or [box.x0]
-    labels = [f'<i class="xt" style="left:{box.x(x) / 10:.2f}%">{format_number(x)}</i>' for x in inside]
-    return [*labels, f'<i class="xn">{escape(x_name)}</i>']
+    return [f'<i class="xt" style="left:{box.x(x) / 10:.2f}%">{format_number(x)}</i>' for x in inside]
 
 
 def _merge_columns(columns: Mapping[int, Mapping[int, float]]) -> list[tuple[int, dict[int, float]]]:

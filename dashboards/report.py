@@ -1,11 +1,12 @@
 """One offline HTML page about a run, from its records alone: no network, no server, nothing to install."""
 
 from collections.abc import Mapping
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from string import Template
 
-from dashboards import sections
+from dashboards import accounts, sections
 from dashboards.snapshot import Snapshot, snapshot
 from infra.store import Store
 
@@ -30,20 +31,20 @@ def write_report(store: Store, path: Path, links: Mapping[str, str] | None = Non
 def render_report(run: Snapshot, links: Mapping[str, str] | None = None) -> str:
     """Return the page."""
     parts = (
-        sections.header(run),
+        accounts.header(run),
         sections.learning(run),
         sections.freshness(run),
         sections.throughput(run),
         sections.training(run),
-        sections.books(run),
-        sections.examples(run),
-        sections.version_table(run),
-        sections.history(run),
-        sections.configuration(run),
-        sections.going_on(run, links or {}),
+        accounts.books(run),
+        accounts.examples(run),
+        accounts.version_table(run),
+        accounts.history(run),
+        accounts.configuration(run),
+        accounts.going_on(run, links or {}),
         f"<footer>Written by Rollflow {_own_version()} from the records of the run alone.</footer>",
     )
-    title = sections.escape(f"{run.run}: {run.state}")
+    title = escape(f"{run.run}: {run.state}")
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=title, body="\n".join(filter(None, parts)))
 
 

@@ -267,7 +267,8 @@ def _short_record(record: Record | None) -> str:
     """One line about a record: what a person looks for first."""
     match record:
         case Claim():
-            return f"{record.kind} {_span(record.tickets)} at version {record.version}, attempt {record.attempt}, by {record.writer}"
+            whose = f"at version {record.version}, attempt {record.attempt}, by {record.writer}"
+            return f"{record.kind} {_span(record.tickets)} {whose}"
         case Raw() | Scored():
             refused = f", {len(record.refused)} refused" if isinstance(record, Scored) and record.refused else ""
             where = f", {record.batch.key[:18]}" if record.batch else ""
@@ -278,7 +279,8 @@ def _short_record(record: Record | None) -> str:
         case Refused():
             return f"{record.reason} {_span(record.tickets)} {record.detail}".rstrip()
         case Commit():
-            return f"version {record.version} {record.status}, {len(record.consumed)} groups, digest {record.weights.digest[:16]}"
+            digest = record.weights.digest[:16]
+            return f"version {record.version} {record.status}, {len(record.consumed)} groups, digest {digest}"
         case Evaluation():
             return f"version {record.version}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.metrics.items())
         case Control():
@@ -312,16 +314,13 @@ def _show_trajectory(console: Console, row: Mapping[str, Any], decode: Decode | 
     _say(console, f"  response  {_indented(response)}")
     sampled = [lp for lp, is_action in zip(row["behavior_logprobs"], row["action_mask"], strict=True) if is_action]
     if sampled:
-        mean = sum(sampled) / len(sampled)
-        _say(
-            console,
-            f"  logprob   mean {mean:.3f}, least {min(sampled):.3f}, {len(sampled)} sampled of {len(row['action_mask'])} tokens",
-        )
+        counts = f"{len(sampled)} sampled of {len(row['action_mask'])} tokens"
+        _say(console, f"  logprob   mean {_mean(sampled):.3f}, least {min(sampled):.3f}, {counts}")
     _say(console, f"  tokens    {_tokens(row, decode)}")
 
 
 def _tokens(row: Mapping[str, Any], decode: Decode | None) -> str:
-    """Each token with its log-probability; those that were inserted have none. `v` marks where another version begins."""
+    """Each token with its log-probability, none for an inserted one; `v` marks where another version begins."""
     shown, before = [], None
     columns = ("response_ids", "behavior_logprobs", "policy_versions")
     for token, logprob, version in list(zip(*(row[c] for c in columns), strict=True))[:TOKENS_SHOWN]:

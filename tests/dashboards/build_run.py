@@ -82,6 +82,7 @@ class RunBuilder:
         default_factory=lambda: dict.fromkeys(("accepted", "refused", "dropped", "trained", "tokens"), 0)
     )
     dead: bool = False
+    died_at: float = 0.0
     held: list[_Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -403,7 +404,6 @@ class RunBuilder:
             "train/tokens_per_s": tokens / step_s,
             "time/step_s": step_s,
             "time/wait_s": self.rng.uniform(0, 0.4),
-            "throughput/train_tokens_per_s": tokens / step_s,
         }
         if version == 23:
             metrics["optimizer/grad_norm"] = math.nan
@@ -448,7 +448,7 @@ class RunBuilder:
             ("train", "train1", "training", False),
             ("evaluate", "eval1", "waiting for version 50", True),
         ]:
-            at = START + 20.0 if self.dead and writer == WORKERS[1] else self.clock
+            at = self.died_at if self.dead and writer == WORKERS[1] else self.clock
             beat = Heartbeat(
                 role=role,
                 writer=writer,
@@ -473,7 +473,7 @@ class RunBuilder:
                     continue
                 groups = self.claim(worker, newest, GROUPS)
                 if worker == WORKERS[1] and newest >= DEATH:
-                    self.dead, self.held = True, groups
+                    self.dead, self.died_at, self.held = True, self.clock, groups
                     continue
                 self.rollout(worker, groups)
             if self.held and newest > DEATH:
