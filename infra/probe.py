@@ -10,6 +10,7 @@ but the store, creates the same names as this one at the same moments; then both
 Each waits for the other's line; a second process that says nothing for ANSWER_S seconds is given up.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,15 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def probe(url: str) -> None:
-    """Return if the store at `url` keeps the promises of `infra.store`; leave nothing behind.
+    """Return if the store at `url` keeps the promises of `infra.store`.
+
+    Leaves nothing behind, unless the store forbids to delete.
 
     Raises:
         StoreUnfit: it does not; the message says which promise it broke.
         StoreError: it cannot be reached or written.
     """
     store = open_store(url, retry_s=15.0)  # a store that is not there should say so soon
-    token = f"probe-{secrets.token_hex(8)}"
-    keys = [f"{token}-{name}" for name in ("first", "alone", "again", *map(str, range(ROUNDS)))]
+    folder = f"probe-{secrets.token_hex(8)}"
+    keys = [f"{folder}/{name}" for name in ("first", "alone", "again", *map(str, range(ROUNDS)))]
     store.put_new(keys[0], b"")  # fails, with nothing to clean up, if the store is out of reach or read-only
     try:
         _check_alone(store, keys[1], keys[2])
@@ -46,10 +49,11 @@ def probe(url: str) -> None:
             _check_race(store, keys[3:], _thread_racer(store))
         else:
             _check_race_of_processes(store, keys[3:])
-        _check_listed(store, keys)
+        _check_listed(store, folder, keys)
     finally:
-        for key in keys:
-            store.delete(key)
+        with contextlib.suppress(StoreError):  # a store may forbid to delete: runs never do
+            for key in keys:
+                store.delete(key)
 
 
 def _check_alone(store: Store, key: str, overwritten: str) -> None:
@@ -80,8 +84,8 @@ def _check_bytes(store: Store, key: str, expected: list[bytes]) -> bytes:
     return body
 
 
-def _check_listed(store: Store, keys: list[str]) -> None:
-    missing = set(keys) - set(store.list())
+def _check_listed(store: Store, folder: str, keys: list[str]) -> None:
+    missing = set(keys) - set(store.list(folder))
     if missing:
         raise StoreUnfit(f"{store.url}: a listing leaves out {len(missing)} objects just written; use another store")
 
@@ -149,7 +153,7 @@ def _check_race_of_processes(store: Store, keys: list[str]) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert child.stdin and child.stdout and child.stderr  # noqa: S101 they are pipes
-    to_child, from_child = child.stdin, child.stdout
+    to_child, from_child, errors = child.stdin, child.stdout, child.stderr
     watchdog = threading.Timer(ANSWER_S, child.kill)
     watchdog.start()
 
@@ -162,7 +166,12 @@ def _check_race_of_processes(store: Store, keys: list[str]) -> None:
 
     def hear() -> dict[str, str]:
         line = from_child.readline()
-        said = json.loads(line) if line else {"error": f"it ended or was silent for {ANSWER_S:.0f} s"}
+        if line:
+            said = json.loads(line)
+        else:
+            child.kill()
+            last_words = errors.read().strip().rpartition("\n")[2]
+            said = {"error": f"it ended or was silent for {ANSWER_S:.0f} s {last_words}".strip()}
         if "error" in said:
             raise StoreError(f"{store.url}: the second process of the probe failed: {said['error']}")
         return said
@@ -188,7 +197,7 @@ def _check_race_of_processes(store: Store, keys: list[str]) -> None:
         child.kill()
         child.wait()
         from_child.close()
-        child.stderr.close()
+        errors.close()
 
 
 def _serve_second_process() -> None:

@@ -93,13 +93,16 @@ class FolderObjects:
         """Return all keys below the folder `prefix`."""
         top = self._path(prefix) if prefix else self._root
         with _explained("listed", top):
-            return [os.path.relpath(path, self._root) for path in _files_below(top)]
+            return [path[len(self._root) + 1 :] for path in _files_below(top)]
 
     def delete(self, key: str) -> None:
-        """Remove `key` if it exists."""
+        """Remove `key` if it exists, and its folder if that is empty now."""
         path = self._path(key)
         with _explained("deleted", path), contextlib.suppress(*ABSENT):
             os.unlink(path)
+            if "/" in key:
+                with contextlib.suppress(OSError):  # not empty, the usual case
+                    os.rmdir(os.path.dirname(path))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -124,12 +127,7 @@ def _written(path: str, body: bytes) -> Iterator[str]:
     """Write and sync a hidden file beside `path` and yield its name; it is gone afterwards."""
     folder, name = os.path.split(path)
     tmp = f"{folder}/{TMP}{secrets.token_hex(8)}-{name[:64]}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        handle = os.open(tmp, flags, 0o666)
-    except FileNotFoundError:
-        _make_folder(folder)
-        handle = os.open(tmp, flags, 0o666)
+    handle = _create_file(tmp)
     try:
         try:
             rest = memoryview(body)
@@ -142,6 +140,17 @@ def _written(path: str, body: bytes) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):  # os.replace has taken it
             os.unlink(tmp)
+
+
+def _create_file(path: str) -> int:
+    """Create an empty file, and its folder where it is missing; return the open file."""
+    for _ in range(5):
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError):  # a delete removes folders that it leaves empty
+                _make_folder(os.path.dirname(path))
+    raise FileNotFoundError(errno.ENOENT, "its folder vanishes as soon as it is created", path)
 
 
 def _make_folder(folder: str) -> None:

@@ -15,7 +15,6 @@ import configparser
 import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +71,6 @@ class S3Objects:
         self._retry_s = retry_s
         self._small = _open_client(bucket, timeout_s)
         self._large = _open_client(bucket, max(timeout_s, LARGE_TIMEOUT_S))
-        self._lock = threading.Lock()
 
     def put_new(self, key: str, body: bytes) -> None:
         """Create `key`, durably and whole, or raise ObjectExists."""
@@ -210,7 +208,7 @@ class _Reply:
         if self.is_refusal:
             return f"{self._summary}; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they allow"
         if self.is_passing:
-            return f"{self._summary}, {tried}; check AWS_ENDPOINT_URL and the server, and start again"
+            return f"{self._summary}, {tried}; check the server, AWS_ENDPOINT_URL and NO_PROXY, and start again"
         return f"{self._summary}; check AWS_REGION, AWS_ENDPOINT_URL and the bucket"
 
 

@@ -30,6 +30,7 @@ def _use_server(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-key-id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-key")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
 
@@ -105,6 +106,8 @@ class SmallS3(http.server.ThreadingHTTPServer):
         self.races = races  # looks whether an object exists, and writes it some time later
         self.lists = lists
         self.alter = alter
+        self.seconds = 0.0  # that every request takes
+        self.num_open = self.most_open = 0
         self.objects: dict[str, bytes] = {}
         self.lock = threading.Lock()
         self.faults: dict[str, list[str]] = {}
@@ -144,8 +147,13 @@ class _SmallS3Handler(http.server.BaseHTTPRequestHandler):
         with server.lock:
             server.requests[self.command] += 1
             server.authorizations.append(self.headers.get("Authorization", ""))
-            turn = server.faults.get(self.command)
+            turn = server.faults.get(self.command, [])
             fault = turn.pop(0) if turn else ""
+            server.num_open += 1
+            server.most_open = max(server.most_open, server.num_open)
+        time.sleep(server.seconds)
+        with server.lock:
+            server.num_open -= 1
         if fault == "no reply":
             self.close_connection = True
         elif fault == "lost reply":

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_a_relative_folder_stays_the_same_when_the_process_moves(tmp_path: Path,
     store.put_new("a", b"x")
     assert (tmp_path / "runs/a").exists()
     assert store.url == str(tmp_path / "runs")
+
+
+def test_delete_removes_a_folder_that_it_empties_while_others_put(tmp_path: Path):
+    store = open_store(str(tmp_path))
+
+    def come_and_go(name: str) -> None:
+        for _ in range(100):
+            store.put_new(f"probe/deep/{name}", b"x")
+            assert store.get(f"probe/deep/{name}") == b"x"
+            store.delete(f"probe/deep/{name}")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(come_and_go, "abc"))
+    assert store.list() == []
+    assert not (tmp_path / "probe/deep").exists()
 
 
 def test_ignores_what_other_programs_hide(tmp_path: Path):

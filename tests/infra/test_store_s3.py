@@ -6,6 +6,8 @@ import socket
 import pytest
 
 from data_contracts.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
+from data_contracts.records import Control
+from infra.log import Log
 from infra.store import open_store
 from infra.store_s3 import PART_BYTES
 
@@ -117,6 +119,21 @@ def test_large_objects_go_up_whole_and_come_down_in_parts(moto_url):
     with pytest.raises(ObjectExists):
         store.put_new("weights", body + b"!")
     assert store.get_many(["weights", "none", "weights"]) == [body, None, body]
+
+
+def test_reads_run_at_once_where_each_waits_for_a_network(small_s3):
+    server = small_s3()
+    store = open_store("s3://bucket")
+    log = Log(store, "log/control", Control)
+    records = [Control(writer="me", kind="start", detail={"n": n}) for n in range(60)]
+    for number, record in enumerate(records):
+        log.append(number, record)
+    server.seconds, server.most_open = 0.03, 0
+    assert Log(store, "log/control", Control).read_from(0) == records
+    assert 8 <= server.most_open <= store.parallel_reads
+    server.most_open = 0
+    assert log.read(60) is None  # a look for the next record is one request
+    assert server.most_open == 1
 
 
 def test_refuses_plain_http_to_another_machine(moto_url, monkeypatch):
