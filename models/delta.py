@@ -70,8 +70,8 @@ def make_delta(
         old = base[name]
         if (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
             raise ContractError(
-                f"delta: weight {name} is {old.dtype} {tuple(old.shape)} in the base, {tensor.dtype} {tuple(tensor.shape)} "
-                "in the new version: publish this version in full"
+                f"delta: weight {name} is {old.dtype} {tuple(old.shape)} in the base, "
+                f"{tensor.dtype} {tuple(tensor.shape)} in the new version: publish this version in full"
             )
         tensors.update(_changes(name, old, tensor))
     return Delta(tensors, base_digest or weights_digest(base), digest or weights_digest(new))

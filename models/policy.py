@@ -22,7 +22,7 @@ from data_contracts.errors import ConfigError, ContractError
 
 Dtype = Literal["float32", "bfloat16"] | torch.dtype
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors.index.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _CODE_SUFFIXES = (".py", ".md")
 _METADATA_KEY = "rollflow"
 
@@ -168,14 +168,14 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, cast: bool 
     missing = sorted(set(own) - set(given))
     if unknown or missing:
         raise ContractError(
-            f"weights do not fit the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)}); "
-            "load weights of the same architecture"
+            f"weights do not fit the model: missing {missing[:3]} ({len(missing)}), "
+            f"unknown {unknown[:3]} ({len(unknown)}): load weights of the same architecture"
         )
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
             raise ContractError(f"weight {name}: expected shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}")
         if tensor.dtype != own[name].dtype and not cast:
-            raise ContractError(f"weight {name}: expected {own[name].dtype}, got {tensor.dtype}; publish the engine's format")
+            raise ContractError(f"weight {name}: expected {own[name].dtype}, got {tensor.dtype}: cast it before")
     with torch.no_grad():
         for name, tensor in given.items():
             own[name].copy_(tensor)

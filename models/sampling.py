@@ -97,8 +97,10 @@ def _invert(scores: Tensor, uniform: Tensor) -> tuple[np.ndarray, np.ndarray]:
     num_rows = scores.shape[0]
     top = scores.amax(dim=1, keepdim=True)  # [N, 1]
     if not bool(torch.isfinite(top).all()):
-        bad = torch.nonzero(~torch.isfinite(top[:, 0]))[:, 0].tolist()
-        raise EngineError(f"logits of rows {bad[:5]} are not finite: the weights or the prompt are broken")
+        bad = int((~torch.isfinite(top)).sum())
+        raise EngineError(
+            f"logits of {bad} of {num_rows} sequences are not finite: the weights in the engine are broken"
+        )
     mass = torch.exp(scores - top).view(num_rows, -1, _BLOCK)  # [N, K, 64]
     upto = mass.sum(dim=2).double().cumsum(dim=1)  # [N, K]
     total = upto[:, -1:]

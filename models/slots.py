@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from data_contracts.errors import ConfigError, EngineError
 
 ATTENTION_NAME = "rollflow_slots"
-_GROWTH_POSITIONS = 64
+_GROWTH_POSITIONS = 16
+_COUPLED_ROPES = {"dynamic", "longrope"}
 
 
 class Score(NamedTuple):
@@ -43,7 +44,8 @@ class KeyValues:
     """The keys and values of all slots, one pair of tensors [S, M, L, D] per layer, made when first written.
 
     Positions are allocated for the longest sequence in flight and grow in steps, so that short sequences lie
-    close together in memory; with `fixed`, for the maximum at once, so that shapes never change.
+    close together in memory: whether a step's keys fit the processor's cache decides the speed of small models.
+    With `fixed`, positions are allocated for the maximum at once, so that shapes never change.
     """
 
     def __init__(self, num_slots: int, max_length: int, *, fixed: bool) -> None:
@@ -55,6 +57,9 @@ class KeyValues:
 
     def reserve(self, num_positions: int, num_used: int) -> None:
         """Make room for `num_positions` in every slot, keeping the first `num_used` slots."""
+        if num_used == 0 and not self.fixed and num_positions < self.capacity // 2:
+            self.layers.clear()
+            self.capacity = 0
         if num_positions <= self.capacity:
             return
         wanted = self.max_length if self.fixed else num_positions + num_positions // 4
@@ -68,20 +73,23 @@ class KeyValues:
 
     def place(self, first_slot: int, prompts: "Prompts", rows: Sequence[int]) -> None:
         """Copy the keys and values of prompts `rows` into the slots from `first_slot` on, one each."""
-        self.reserve(prompts.width, first_slot)
+        width = min(prompts.width, self.max_length)  # what lies beyond is padding
+        self.reserve(width, first_slot)
         source = torch.as_tensor(rows, device=prompts.device)
         slots = slice(first_slot, first_slot + len(rows))
         for index, pair in prompts.layers.items():
             if index not in self.layers:
                 self.layers[index] = self._empty(pair[0], self.capacity), self._empty(pair[1], self.capacity)
             for own, new in zip(self.layers[index], pair, strict=True):
-                own[slots, :, : prompts.width] = new[source]
+                own[slots, :, :width] = new[:, :, :width].index_select(0, source)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_positions: int) -> None:
         """Copy the first positions of some slots over others; the two lists share no slot."""
-        for keys, values in self.layers.values():
-            for own in (keys, values):
-                own[targets, :, :num_positions] = own[sources, :, :num_positions]
+        for pair in self.layers.values():
+            for own in pair:
+                used = own[:, :, :num_positions]
+                at, of = (torch.as_tensor(slots, device=own.device) for slots in (targets, sources))
+                used.index_copy_(0, at, used.index_select(0, of))
 
     def _empty(self, like: Tensor, capacity: int) -> Tensor:
         # Zeros, not garbage: a masked position still meets a weight of 0, and 0 times NaN is NaN.
@@ -184,8 +192,22 @@ def route_attention(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__} does not use the transformers attention interface: choose another model or engine"
         )
+    coupled = _COUPLED_ROPES & set(_rope_types(getattr(model.config.get_text_config(), "rope_parameters", None)))
+    if coupled:
+        raise ConfigError(
+            f"{type(model).__name__} has rotary positions of type {sorted(coupled)[0]}, which change with the longest "
+            "sequence of a batch: choose another model or engine"
+        )
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, slot_attention)
     model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """Return every rope_type in a config's rotary parameters, which may be nested by layer type."""
+    if not isinstance(parameters, dict):
+        return []
+    inner = [name for value in parameters.values() for name in _rope_types(value)]
+    return inner + [str(parameters["rope_type"])] if "rope_type" in parameters else inner
 
 
 def _mask(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:

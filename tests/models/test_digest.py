@@ -26,7 +26,9 @@ def by_hand(tensors):
     return "+".join(f"{dtype}:{a:016x}{b:016x}" for dtype, (a, b) in sorted(sums.items()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
 def test_it_follows_its_definition(dtype):
     torch.manual_seed(0)
     tensor = (torch.randn(7, 31) * 3).to(dtype)
