@@ -32,9 +32,11 @@ from torch import Tensor
 from data_contracts.errors import ConfigError, EngineError
 from models.digest import weights_digest
 from models.policy import load_weights, named_weights
-from models.requests import Finished, FinishReason, Request, SlotTable, never_started
+from models.requests import Finished, FinishReason, Request, SlotTable, never_started, stop_texts
 from models.sampling import sample, uniforms
 from models.slots import Decode, KeyValues, Prompts, route_attention
+
+__all__ = ["Engine", "FinishReason", "Finished", "Request", "stop_texts"]
 
 _ROW_MULTIPLE = 32  # element-wise kernels handle 32 floats at once; a shorter tail may differ in the last bit
 _POSITION_MULTIPLE = 16
