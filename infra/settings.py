@@ -24,6 +24,7 @@ DEFAULTS: dict[str, str] = {
     # With MLflow's own numbers a call to a server that is away blocks for four minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # Ten processes and 2.5 GB become two and 0.5 GB.
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     # S3 servers other than Amazon's refuse the newer checksums.

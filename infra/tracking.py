@@ -143,29 +143,29 @@ class Exporter:
             if run is not None and run.info.lifecycle_stage == "active":
                 return run
         self._experiment = self._experiment_id()
-        found = self._search_runs(self._experiment)
-        self._mlflow_run_id = found[0].info.run_id if found else None
-        return found[0] if found else None
+        return self._only_run()
 
     def _create_run(self) -> Run:
         started = self._control.read()
         made = self._client.create_run(
             self._experiment,
             start_time=int(started[0].at * 1000) if started else None,
-            tags={"rollflow.run_id": self._run_id},
+            tags={"rollflow.run_id": self._run_id, "rollflow.made_ns": f"{time.time_ns():020d}"},
             run_name=self._run_id,
         )
-        oldest = self._search_runs(self._experiment)[0]
-        if oldest.info.run_id != made.info.run_id:  # another exporter, or a call whose reply was lost
-            self._client.delete_run(made.info.run_id)
-        self._mlflow_run_id = oldest.info.run_id
-        return oldest
+        return self._only_run() or made
 
-    def _search_runs(self, experiment_id: str) -> list[Run]:
-        wanted = f"tags.`rollflow.run_id` = '{self._run_id}'"
-        return sorted(
-            self._client.search_runs([experiment_id], wanted), key=lambda run: (run.info.start_time, run.info.run_id)
-        )
+    def _only_run(self) -> Run | None:
+        """Return the MLflow run of this run, if there is one; of several, the one made first, deleting the others.
+
+        There are several when two exporters began at once, or when the reply to a creation was lost.
+        """
+        found = self._client.search_runs([self._experiment], f"tags.`rollflow.run_id` = '{self._run_id}'")
+        found = sorted(found, key=lambda run: (run.data.tags.get("rollflow.made_ns", ""), run.info.run_id))
+        for double in found[1:]:
+            self._client.delete_run(double.info.run_id)
+        self._mlflow_run_id = found[0].info.run_id if found else None
+        return found[0] if found else None
 
     def _experiment_id(self) -> str:
         name = self._config.tracking.experiment
@@ -268,7 +268,7 @@ class Exporter:
     def _register_new(self, run: Run, commit: Commit) -> None:
         self._ensure_registered_model()
         model = self._external_model(run, commit)
-        made = self._client.create_model_version(
+        self._client.create_model_version(
             self._model_name,
             source=f"models:/{model.model_id}",
             run_id=run.info.run_id,
@@ -278,17 +278,18 @@ class Exporter:
             description=f"policy version {commit.version} of run {self._run_id}, digest {commit.weights.digest}",
         )
         self._versions = None
-        oldest = self._registered()[commit.version]
-        if oldest.version != made.version:
-            self._client.delete_model_version(self._model_name, str(made.version))
 
     def _registered(self) -> dict[int, ModelVersion]:
-        """Return the versions of this run that MLflow has, by policy version; of doubles the oldest."""
-        if self._versions is None:
-            wanted = f"name = '{self._model_name}' and tags.`rollflow.run_id` = '{self._run_id}'"
-            found = self._client.search_model_versions(wanted, max_results=10_000)
-            found = sorted(found, key=lambda version: -int(version.version))
-            self._versions = {int(version.tags["rollflow.version"]): version for version in found}
+        """Return what MLflow has of this run, by policy version; of doubles the first, deleting the others."""
+        if self._versions is not None:
+            return self._versions
+        wanted = f"name = '{self._model_name}' and tags.`rollflow.run_id` = '{self._run_id}'"
+        found = self._client.search_model_versions(wanted, max_results=10_000)
+        self._versions = {}
+        for version in sorted(found, key=lambda version: int(version.version)):
+            kept = self._versions.setdefault(int(version.tags["rollflow.version"]), version)
+            if kept is not version:
+                self._client.delete_model_version(self._model_name, str(version.version))
         return self._versions
 
     def _ensure_registered_model(self) -> None:
@@ -301,10 +302,8 @@ class Exporter:
     def _external_model(self, run: Run, commit: Commit) -> LoggedModel:
         """Return MLflow's entry for a model whose weights lie elsewhere; its server takes no other local source."""
         name = f"policy-v{commit.version}"
-        found = self._search_models(run, name)
-        if found:
-            model = found[0]
-        else:
+        model = self._only_model(run, name)
+        if model is None:
             made = self._client.create_logged_model(
                 run.info.experiment_id,
                 name=name,
@@ -316,17 +315,19 @@ class Exporter:
                     "digest": commit.weights.digest,
                 },
             )
-            model = (self._search_models(run, name) or [made])[0]
-            if model.model_id != made.model_id:
-                self._client.delete_logged_model(made.model_id)
+            model = self._only_model(run, name) or made
         if model.status != LoggedModelStatus.READY:
             model = self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
         return model
 
-    def _search_models(self, run: Run, name: str) -> list[LoggedModel]:
+    def _only_model(self, run: Run, name: str) -> LoggedModel | None:
+        """Return the entry of that name; of several the one made first, deleting the others."""
         wanted = f"name = '{name}' AND source_run_id = '{run.info.run_id}'"
         found = self._client.search_logged_models([run.info.experiment_id], wanted)
-        return sorted(found, key=lambda model: (model.creation_timestamp, model.model_id))
+        found = sorted(found, key=lambda model: (model.creation_timestamp, model.model_id))
+        for double in found[1:]:
+            self._client.delete_logged_model(double.model_id)
+        return found[0] if found else None
 
     # Evaluations
 
