@@ -15,6 +15,7 @@ import typer
 
 from data_contracts.config import LocalModel, RunConfig
 from data_contracts.errors import ConfigError, StoreError
+from flows.play import announce_failure, check_role, play
 from infra import services as servers
 from infra import settings
 from infra.probe import probe
@@ -157,10 +158,7 @@ def make_report(run: Run, path: Path | None) -> Path:
 
 def play_alone(name: str, run_url: str) -> str:
     """Play one role in this process until the run is over."""
-    from flows.roles import ROLES, announce_failure, play
-
-    if name not in ROLES:
-        raise ConfigError(f"role {name}: expected one of {', '.join(ROLES)}")
+    check_role(name)
     load_run(run_url)
     try:
         return play(name, run_url)

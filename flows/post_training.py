@@ -20,7 +20,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
-from prefect_dask import DaskTaskRunner, PrefectDaskFuture
+from prefect_dask import DaskTaskRunner
+from prefect_dask.task_runners import PrefectDaskFuture
 
 from data_contracts.config import RunConfig
 from data_contracts.errors import RoleFailed

@@ -17,8 +17,8 @@ class CurriculumReader:
         """Return the state of a commit; empty when the commit names none."""
         if version != self._version:
             reference = self._ledger.commit(version).curriculum
-            self._state = (
-                Curriculum.from_bytes(get_object(self._ledger.store, reference)) if reference else Curriculum()
-            )
+            self._state = Curriculum()
+            if reference is not None:
+                self._state = Curriculum.model_validate_json(get_object(self._ledger.store, reference))
             self._version = version
         return self._state

@@ -13,7 +13,7 @@ import torch
 from data_contracts.config import RunConfig
 from data_contracts.records import Commit, Evaluation
 from infra.log import Log
-from models.engine import Finished, Request, stop_texts
+from models.requests import Finished, Request, stop_texts
 from models.policy import build_policy
 from tasks.engine import make_engine
 from tasks.envs.protocol import Prompt

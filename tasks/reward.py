@@ -20,7 +20,7 @@ from tasks.model_files import read_model_files
 from tasks.prompts import make_decoder, tokenizer_from_files
 from tasks.quarantine import quarantine
 from tasks.role import Role
-from tasks.scoring import Scorer
+from tasks.scoring import make_pool, score
 
 
 def run(role: Role) -> None:
@@ -30,7 +30,7 @@ def run(role: Role) -> None:
         role.wait("the first version", on=("start",))
         ledger.sync()
     judge = Judge(role, ledger)
-    with judge.scorer:
+    with judge:
         while not (ledger.state.is_finished or role.is_over):
             if not judge.turn():
                 role.wait("raw groups", on=("rollout", "train"))
@@ -55,9 +55,17 @@ class Judge:
         tokenizer = tokenizer_from_files(read_model_files(role.store))
         envs = build_envs(role.config.envs, role.config.seed)
         self._vocab_size = len(tokenizer)
-        self.scorer = Scorer(envs, make_decoder(tokenizer), role.config.reward)
+        self._envs = envs
+        self._decode = make_decoder(tokenizer)
+        self._pool = make_pool(envs, role.config.reward)
         self._next: dict[str, int] = {}
         self._counted = (0.0, 0.0)
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
 
     def turn(self) -> bool:
         """Score what is new in the raw logs; return whether there was anything."""
@@ -84,7 +92,7 @@ class Judge:
         batch = None
         metrics: dict[str, float] = {}
         if usable.table is not None and usable.groups:
-            result = self.scorer.score(usable.table)
+            result = score(usable.table, self._envs, self._decode, self._role.config.reward, pool=self._pool)
             metrics = dict(result.metrics)
             point("reward.before_batch")
             batch = put_batch(self._role.store, trajectory.check(result.table, "scored"))

@@ -24,7 +24,8 @@ from data_contracts.records import DELIVERED, Claim, GroupRef, Raw
 from infra.crash import point
 from infra.log import Log
 from infra.objects import put_batch
-from models.engine import Engine, Finished, Request, stop_texts
+from models.engine import Engine
+from models.requests import Finished, Request, stop_texts
 from models.policy import build_policy
 from tasks.curriculum import CurriculumReader
 from tasks.engine import make_engine

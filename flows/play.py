@@ -1,0 +1,42 @@
+"""Plays one role in this process, without Prefect: what every way of starting a role comes down to."""
+
+import importlib
+
+from data_contracts.errors import ConfigError, ProtocolError, RoleFailed, RunStopped, TrainingDiverged
+from infra.runs import load_run
+from tasks.role import Role, append_control
+
+ROLES = ("start", "rollout", "reward", "curate", "train", "evaluate", "export")
+
+FINAL = (RoleFailed, ProtocolError, TrainingDiverged, ConfigError)
+"""Errors that starting the role again cannot mend."""
+
+
+def play(name: str, run_url: str) -> str:
+    """Play one role until the run ends or is stopped; return how it ended.
+
+    Raises:
+        RollflowError: the role failed; whether for good is for the caller to say (see `announce_failure`).
+    """
+    run = load_run(run_url)
+    with Role(name, run.store, run.config) as role:
+        # Imported inside, so that the heartbeat beats while torch loads: on a busy machine that takes long.
+        loop = importlib.import_module(f"tasks.{name}")
+        try:
+            loop.run(role)
+        except RunStopped as stop:
+            return f"stopped: {stop}"
+    return "done"
+
+
+def announce_failure(name: str, run_url: str, error: BaseException) -> None:
+    """Tell every other role that this one is dead for good, with its own error."""
+    if not isinstance(error, RoleFailed):  # that one is another role's news, already told
+        store = load_run(run_url).store
+        append_control(store, "supervisor", "fail", role=name, error=f"{type(error).__name__}: {error}")
+
+
+def check_role(name: str) -> None:
+    """Raise ConfigError unless there is a role of this name."""
+    if name not in ROLES:
+        raise ConfigError(f"role {name}: expected one of {', '.join(ROLES)}")
