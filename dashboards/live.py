@@ -25,7 +25,7 @@ LINE_S = 5.0
 GAP = "  "
 
 Part = tuple[int, str, str]
-"""(rank, long form, short form): on a narrow terminal all parts get short, then those of the highest rank go."""
+"""(rank, long form, short form): on a narrow terminal the parts of high rank get short first, then they go."""
 
 
 def follow(
@@ -69,8 +69,10 @@ class _Watcher:
         return self.run
 
     def line(self, width: int) -> str:
-        line = fit(parts(self.run), width) if self.run else "waiting for the first record"
-        return f"{line}{GAP}({self.trouble})"[:width] if self.trouble else line
+        found = parts(self.run) if self.run else [(0, "waiting for the first record", "waiting")]
+        if self.trouble:
+            found = [(0, self.trouble, "store does not answer"), *found]
+        return fit(found, width)
 
 
 def _follow_redrawing(
@@ -135,18 +137,20 @@ def parts(run: Snapshot) -> list[Part]:
 
 
 def fit(found: list[Part], width: int) -> str:
-    """Return the parts as one line of at most `width` columns: long if they fit, else short, else fewer.
+    """Return the parts as one line of at most `width` columns: as many as fit, the important ones in their long form.
 
-    >>> fit([(0, "step 3/40", "3/40"), (1, "reward 0.512", "reward 0.51")], 15)
-    '3/40'
+    >>> fit([(0, "step 3/40", "3/40"), (1, "reward 0.512", "reward 0.51")], 22)
+    'step 3/40  reward 0.51'
     """
-    line = GAP.join(long for _, long, _ in found)
     kept = list(found)
-    while len(line) > width and kept:
-        line = GAP.join(short for _, _, short in kept)
-        if len(line) > width:
-            kept.remove(max(kept, key=lambda part: part[0]))
-    return line[:width]
+    while len(kept) > 1 and len(GAP.join(short for _, _, short in kept)) > width:
+        kept.remove(max(kept, key=lambda part: part[0]))
+    texts = [short for _, _, short in kept]
+    for i in sorted(range(len(kept)), key=lambda i: kept[i][0]):
+        longer = [*texts[:i], kept[i][1], *texts[i + 1 :]]
+        if len(GAP.join(longer)) <= width:
+            texts = longer
+    return GAP.join(texts)[:width]
 
 
 def format_clock(seconds: float) -> str:

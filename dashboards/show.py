@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dashboards.fold import Fold
 from dashboards.plots import format_number, format_seconds
-from dashboards.snapshot import Snapshot, headline, snapshot
+from dashboards.snapshot import Snapshot, headline, read_heartbeats, snapshot
 from data_contracts import trajectory
 from data_contracts.errors import ConfigError, DigestMismatch
 from data_contracts.records import Claim, Commit, Control, Curated, Evaluation, Raw, Record, Refused, Scored
@@ -231,18 +231,21 @@ def _run_row(run_id: str, store: Store) -> tuple[float, tuple[str, ...]]:
     try:
         run = load_run(store.url)
         name, steps, made = run.config.name, f"/{run.config.steps}", run.created_at
+        limit_s = run.config.orchestration.heartbeat_limit_s
     except ConfigError:
-        name, steps, made = "(unreadable run.json)", "", 0.0
+        name, steps, made, limit_s = "(unreadable run.json)", "", 0.0, math.inf
     fold = Fold()
     for record in Log(store, "log/control", Control).read_from(0):
         fold.control(record)
     commit = Log(store, "log/commit", Commit).last()
     evaluation = Log(store, "log/eval", Evaluation).last()
     top = headline(evaluation) if evaluation else None
+    newest_beat = max((beat.at for beat in read_heartbeats(store)), default=fold.last_at or 0.0)
+    is_silent = fold.state == "running" and time.time() - newest_beat > limit_s
     cells = (
         run_id,
         name,
-        fold.state,
+        "silent" if is_silent else fold.state,
         f"{commit.version if commit else 0}{steps}",
         format_number(commit.metrics.get("reward/mean") if commit else None),
         format_number(top[1] if top else None),

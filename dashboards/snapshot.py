@@ -240,7 +240,7 @@ class RunReader:
         """
         self._read_run()
         self._read_records()
-        return self._build(_read_heartbeats(self._store))
+        return self._build(read_heartbeats(self._store))
 
     def _tail(self, path: str, kind: type[Record]) -> _Tail:
         return _Tail(Log(self._store, path, kind))
@@ -395,7 +395,7 @@ def _use_of_roles(fold: Fold, beats: list[Heartbeat], last_at: float, now: float
     return uses
 
 
-def _read_heartbeats(store: Store) -> list[Heartbeat]:
+def read_heartbeats(store: Store) -> list[Heartbeat]:
     """Return every heartbeat that can be read: one torn or of another version tells nothing, and is no error."""
     beats = []
     for key in store.list("role"):

@@ -57,6 +57,10 @@ class Backend(Protocol):
         """Tell whether `key` exists."""
         ...
 
+    def list_folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders right below the folder `prefix`, without listing what is in them."""
+        ...
+
     def list(self, prefix: str) -> list[str]:
         """Return all keys below the folder `prefix` ("" is the root), in any order."""
         ...
@@ -149,6 +153,10 @@ class Store:
     def exists(self, key: str) -> bool:
         """Tell whether the object exists."""
         return self._backend.exists(self._full(key))
+
+    def list_folders(self) -> list[str]:
+        """Return the names of the folders right below this view, sorted. What is in them is not listed."""
+        return sorted(self._backend.list_folders(self._prefix))
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the keys of all objects below the folder `prefix` (all by default), sorted."""

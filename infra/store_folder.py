@@ -89,6 +89,13 @@ class FolderObjects:
             except ABSENT:
                 return False
 
+    def list_folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders right below the folder `prefix`."""
+        top = self._path(prefix) if prefix else self._root
+        with _explained("listed", top), contextlib.suppress(*ABSENT), os.scandir(top) as entries:
+            return [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        return []
+
     def list(self, prefix: str) -> list[str]:
         """Return all keys below the folder `prefix`."""
         top = self._path(prefix) if prefix else self._root

@@ -55,6 +55,12 @@ class MemoryObjects:
         with self._lock:
             return key in self._objects
 
+    def list_folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders right below the folder `prefix`."""
+        skip = len(prefix) + 1 if prefix else 0
+        below = (key[skip:] for key in self.list(prefix))
+        return list({key.split("/", 1)[0] for key in below if "/" in key})
+
     def list(self, prefix: str) -> list[str]:
         """Return all keys below the folder `prefix`."""
         with self._lock:

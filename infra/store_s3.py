@@ -109,6 +109,15 @@ class S3Objects:
             return False
         return True
 
+    def list_folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders right below the folder `prefix`."""
+
+        def read() -> list[str]:
+            found = obstore.list_with_delimiter(self._small, prefix or None)
+            return [path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"]]
+
+        return self._attempt("listed", prefix, read)
+
     def list(self, prefix: str) -> list[str]:
         """Return all keys below the folder `prefix`."""
 

@@ -37,7 +37,7 @@ from infra.log import Log
 from infra.objects import put_batch
 from infra.store import Store
 
-START = 1_790_000_000.0
+START = 1_700_000_000.0
 GROUPS = 4
 SAMPLES = 4
 WORKERS = ("a0a0a0a0a0a0", "b1b1b1b1b1b1")
@@ -92,6 +92,9 @@ class RunBuilder:
         number = self.numbers.get(path, 0)
         assert Log(self.store, path, type(record)).append(number, record) is None
         self.numbers[path] = number + 1
+
+    def control(self, kind: str, **fields: object) -> Control:
+        return Control.model_validate({"writer": "super", "kind": kind, "at": self.tick(0.1), **fields})
 
     def tick(self, seconds: float) -> float:
         self.clock += seconds * self.rng.uniform(0.7, 1.3)

@@ -84,6 +84,15 @@ def test_lists_by_folder_sorted(store: Store):
     assert store.list() == ["a", "role-c", "role/a/deep", "role/b", "role2/x"]
 
 
+def test_lists_the_folders_right_below(store: Store):
+    assert store.list_folders() == []
+    for key in ("run-b/log/0", "run-a/run.json", "run-a/log/claim/0", "file"):
+        store.put_new(key, b"")
+    assert store.list_folders() == ["run-a", "run-b"]
+    assert store.at("run-a").list_folders() == ["log"]
+    assert store.at("nothing").list_folders() == []
+
+
 def test_delete_removes_and_may_be_repeated(store: Store):
     store.put_new("probe", b"x")
     store.delete("probe")
