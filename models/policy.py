@@ -16,7 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from data_contracts.errors import ConfigError, ContractError
 
@@ -124,10 +124,19 @@ def build_policy(files: Mapping[str, bytes], dtype: Dtype, weights: Mapping[str,
         except (OSError, ValueError, KeyError) as cause:
             raise ConfigError(f"config.json of the model cannot be read: {_first_line(cause)}") from cause
         tokenizer = _load_tokenizer(Path(scratch))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
+        if "generation_config.json" in files:
+            model.generation_config = GenerationConfig.from_pretrained(scratch, local_files_only=True)
     if weights is not None:
         load_weights(model, weights, cast=True)
     return Policy(model, tokenizer)
+
+
+def end_ids(policy: Policy) -> tuple[int, ...]:
+    """Return the tokens that end a response, ascending: the tokenizer's and those of the generation config."""
+    named = getattr(policy.model.generation_config, "eos_token_id", None)
+    several = named if isinstance(named, list | tuple) else [named]
+    return tuple(sorted({int(token) for token in (policy.tokenizer.eos_token_id, *several) if token is not None}))
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
