@@ -84,7 +84,7 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise StoreError(
-            f"{folder} has {free / 1e6:.0f} MB free, expected {needed_bytes / 1e6:.0f} MB: free some or choose another place"
+            f"{folder} has {free / 1e6:.0f} MB free, expected {needed_bytes / 1e6:.0f} MB: choose another place"
         )
 
 

@@ -88,7 +88,8 @@ def make_decoder(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str
     """Return the function that turns many responses into text at once, special tokens left out."""
 
     def decode(responses: Sequence[Sequence[int]]) -> list[str]:
-        return tokenizer.batch_decode(responses, skip_special_tokens=True)
+        # Without responses `batch_decode` takes the empty list for one response.
+        return tokenizer.batch_decode(responses, skip_special_tokens=True) if len(responses) else []
 
     return decode
 

@@ -32,7 +32,7 @@ from tasks.envs.registry import Envs, build_envs
 
 CHUNK = 32
 START_LIMIT_S = 120.0
-_ORPHAN_GRACE_S = 5.0
+_ORPHAN_GRACE_S = 1.0
 _CONFIGS = TypeAdapter(tuple[EnvConfig, ...])
 T = TypeVar("T")
 
@@ -96,6 +96,11 @@ class VerifierPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children that are there."""
+        return [child.process.pid for child in self._children]
 
     def close(self) -> None:
         """Kill the children; a later `verify` starts new ones."""
@@ -209,7 +214,7 @@ class VerifierPool:
             counts.restarts += 1
             head = child.jobs.popleft()
             waiting.extendleft(reversed(child.jobs))
-            if has_died:
+            if has_died and child.process.returncode != -signal.SIGALRM:  # its alarm clock may be first
                 settle(head, f"verifier process died with {child.process.returncode}")
             else:
                 counts.timeouts += 1
