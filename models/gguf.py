@@ -4,6 +4,7 @@ The quantized numbers are expanded once, into the format that is trained. transf
 file as quantized and refuses to save it, so the numbers go into a fresh model of the same shape.
 """
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(**place)
     except ImportError as cause:
         raise ConfigError(f"cannot read {file.name}: {_first_line(cause)}: pip install 'rollflow[models]'") from cause
-    except (OSError, ValueError, KeyError, IndexError) as cause:
+    except (OSError, ValueError, LookupError, RuntimeError, struct.error) as cause:
         raise ConfigError(f"cannot read {file.name}: expected a GGUF model, got {_first_line(cause)}") from cause
     if hasattr(config, "quantization_config"):
         del config.quantization_config
