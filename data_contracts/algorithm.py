@@ -36,7 +36,65 @@ class Rloo(Part):
     type: Literal["rloo"] = "rloo"
 
 
-Advantage = Annotated[Grpo | Rloo, Field(discriminator="type")]
+class ReinforcePlusPlus(Part):
+    """The reward, whitened over all tokens of the step."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    group_baseline: bool = False
+    """Subtract the group's mean before whitening (REINFORCE++-baseline)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the variance (reward squared)."""
+
+
+class Opo(Part):
+    """Reward minus the group's mean weighted by response length."""
+
+    type: Literal["opo"] = "opo"
+
+
+class MaxRl(Part):
+    """Reward minus the group's mean, divided by the mean; 0 where the mean is not positive."""
+
+    type: Literal["maxrl"] = "maxrl"
+
+
+class McGrpo(Part):
+    """Reward minus the group's lower median, divided by the median absolute deviation (MC-GRPO)."""
+
+    type: Literal["mc_grpo"] = "mc_grpo"
+    eps: float = Field(default=1e-3, gt=0)
+    """Added to the deviation (reward); with binary rewards the deviation is often 0."""
+    rescale: bool = False
+    """Multiply by group size over the number of samples whose advantage is not 0."""
+
+
+class Gdpo(Part):
+    """Each reward component normalized within its group, summed, and normalized over the step (GDPO)."""
+
+    type: Literal["gdpo"] = "gdpo"
+    eps: float = Field(default=1e-4, gt=0)
+    """Added to each standard deviation."""
+    component_weights: dict[str, float] = {}
+    """Weight of a component by name; those not named have 1."""
+
+
+class AsymRe(Part):
+    """Reward minus a shifted mean of the group; meant for the reinforce loss (AsymRE)."""
+
+    type: Literal["asymre"] = "asymre"
+    shift: float = -0.1
+    """Added to the group's mean before it is subtracted (reward)."""
+
+
+class Gpg(Part):
+    """Reward minus the group's mean, times samples over samples with a reward that is not 0 (GPG)."""
+
+    type: Literal["gpg"] = "gpg"
+
+
+Advantage = Annotated[
+    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | AsymRe | Gpg, Field(discriminator="type")
+]
 
 
 # Proximal policy
@@ -54,7 +112,15 @@ class RecomputedProximal(Part):
     type: Literal["recomputed"] = "recomputed"
 
 
-Proximal = Annotated[BehaviorProximal | RecomputedProximal, Field(discriminator="type")]
+class InterpolatedProximal(Part):
+    """An estimate between behavior and current policy by the age of the token, without a forward pass (A-3PO)."""
+
+    type: Literal["interpolated"] = "interpolated"
+    space: Literal["log", "probability"] = "log"
+    """Interpolate log-probabilities or probabilities."""
+
+
+Proximal = Annotated[BehaviorProximal | RecomputedProximal | InterpolatedProximal, Field(discriminator="type")]
 
 
 # Importance weights from the behavior to the proximal policy
@@ -108,6 +174,8 @@ class LossPart(Part):
     """Whether the proximal policy enters the loss itself."""
     uses_behavior: ClassVar[bool] = False
     """Whether the loss takes its ratio against the behavior policy whatever the proximal policy is."""
+    needs_whole_update: ClassVar[bool] = False
+    """Whether a token's loss depends on those of other microbatches; costs a forward pass when there are several."""
 
 
 class PpoClip(LossPart):
@@ -129,7 +197,125 @@ class Reinforce(LossPart):
     uses_proximal: ClassVar[bool] = False
 
 
-Loss = Annotated[PpoClip | Reinforce, Field(discriminator="type")]
+class Gspo(LossPart):
+    """The clipped surrogate on the geometric mean of a sequence's ratios; usually with seq_mean_token_mean."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    """The sequence's ratio is kept above 1 - clip_low."""
+    clip_high: float = Field(default=4e-4, gt=0)
+    """The sequence's ratio is kept below 1 + clip_high."""
+
+
+class Cispo(LossPart):
+    """Log-probability weighted by the bounded ratio: no token loses its gradient (CISPO)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The weight is at least 1 - clip_low; 1 leaves it unbounded below."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """The weight is at most 1 + clip_high."""
+
+
+class Sapo(LossPart):
+    """A smooth gate instead of a clip (SAPO)."""
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate for positive advantages."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate for the others."""
+
+
+class Gmpo(LossPart):
+    """The geometric mean of a sequence's ratios, each clipped in log space (GMPO); with seq_mean_token_mean."""
+
+    type: Literal["gmpo"] = "gmpo"
+    clip: float = Field(default=0.4, gt=0)
+    """Log-ratios are kept within plus or minus this where that lowers the objective (nats)."""
+
+
+class Topr(LossPart):
+    """Good samples by likelihood, others weighted by the ratio cut off at 1 (TOPR, by token)."""
+
+    type: Literal["topr"] = "topr"
+
+
+class M2po(LossPart):
+    """The clipped surrogate whose bounds come from the second moment of the log-ratios of harmful tokens (M2PO)."""
+
+    type: Literal["m2po"] = "m2po"
+    needs_whole_update: ClassVar[bool] = True
+    budget: float = Field(default=0.04, gt=0)
+    """Second moment that the harmful tokens may have before they are clipped (nats squared)."""
+    floor_low: float = Field(default=0.3, gt=0, le=1)
+    """The lower margin is at least this."""
+    floor_high: float = Field(default=0.5, gt=0)
+    """The upper margin is at least this."""
+
+
+class Sao(LossPart):
+    """Log-probability weighted by the ratio to the behavior policy, 0 outside a band (SAO's token clip)."""
+
+    type: Literal["sao"] = "sao"
+    uses_behavior: ClassVar[bool] = True
+    clip_low: float = Field(default=0.3, gt=0, le=1)
+    """Tokens count whose ratio is above 1 - clip_low."""
+    clip_high: float = Field(default=5.0, gt=0)
+    """Tokens count whose ratio is below 1 + clip_high."""
+
+
+class DppoTv(LossPart):
+    """The ratio to the behavior policy, without tokens whose probability moved too far (DPPO, total variation)."""
+
+    type: Literal["dppo_tv"] = "dppo_tv"
+    uses_behavior: ClassVar[bool] = True
+    limit: float = Field(default=0.2, gt=0, le=1)
+    """Largest change of probability in the direction of the advantage."""
+    kl_coefficient: float = Field(default=1e-3, ge=0)
+    """Loss per squared log-ratio, also of tokens left out."""
+
+
+class Vespo(LossPart):
+    """Log-probability weighted by a smooth bump of the whole sequence's ratio to the behavior policy (VESPO)."""
+
+    type: Literal["vespo"] = "vespo"
+    uses_behavior: ClassVar[bool] = True
+    power_positive: float = Field(default=2.0, gt=0)
+    """Power of the ratio with advantages from 0."""
+    decay_positive: float = Field(default=3.0, gt=0)
+    """Decay in the ratio with advantages from 0."""
+    power_negative: float = Field(default=3.0, gt=0)
+    """Power of the ratio with negative advantages."""
+    decay_negative: float = Field(default=2.0, gt=0)
+    """Decay in the ratio with negative advantages."""
+
+
+Loss = Annotated[
+    PpoClip | Reinforce | Gspo | Cispo | Sapo | Gmpo | Topr | M2po | Sao | DppoTv | Vespo, Field(discriminator="type")
+]
+
+
+# Filters: tokens that leave the loss for what the current weights make of them; denominators stay
+
+
+class OffPolicySequenceMask(Part):
+    """Drops sequences with a negative advantage that have become too unlikely (OPSM)."""
+
+    type: Literal["off_policy_sequence"] = "off_policy_sequence"
+    delta: float = Field(default=0.5, gt=0)
+    """Limit on the mean of log behavior - log current over the sequence (nats)."""
+
+
+class Veto(Part):
+    """Drops sequences of which any token has become nearly impossible."""
+
+    type: Literal["veto"] = "veto"
+    threshold: float = Field(default=1e-4, gt=0, lt=1)
+    """Smallest ratio of current to behavior probability."""
+
+
+Filter = Annotated[OffPolicySequenceMask | Veto, Field(discriminator="type")]
 
 
 # Aggregation of token losses
@@ -198,7 +384,11 @@ Regularizer = Annotated[EntropyBonus | KlPenalty, Field(discriminator="type")]
 
 
 class AlgorithmConfig(Part):
-    """What a step computes: the defaults are GRPO with the clipped ratio against the behavior policy."""
+    """What a step computes: the defaults are GRPO with the clipped ratio against the behavior policy.
+
+    Kimi-1.5 is reinforce with a kl of estimator k2 towards proximal; Dr. GRPO is grpo with std none and
+    constant_norm; DAPO is the default with dual_clip 10.
+    """
 
     advantage: Advantage = Grpo()
     """How rewards become advantages."""
@@ -208,6 +398,8 @@ class AlgorithmConfig(Part):
     """Correction from the behavior to the proximal policy, multiplied onto the loss of each token."""
     loss: Loss = PpoClip()
     """The trust region and its surrogate."""
+    filters: tuple[Filter, ...] = ()
+    """Tokens that leave the loss."""
     aggregation: Aggregation = TokenMean()
     """How token losses become one number."""
     regularizers: tuple[Regularizer, ...] = ()
@@ -216,17 +408,24 @@ class AlgorithmConfig(Part):
     """Whether responses cut off by the length limit stay in the loss; their rewards count either way."""
 
     @model_validator(mode="after")
-    def _does_not_count_twice(self) -> "AlgorithmConfig":
-        weighted = not isinstance(self.importance, NoWeights)
-        behavior_anchored = isinstance(self.proximal, BehaviorProximal)
-        if weighted and behavior_anchored:
+    def _does_not_contradict_itself(self) -> "AlgorithmConfig":
+        if isinstance(self.proximal, BehaviorProximal):
+            if not isinstance(self.importance, NoWeights):
+                raise ValueError(
+                    f"importance {self.importance.type!r} with proximal 'behavior': ratios are already taken against "
+                    "the behavior policy, so the correction would be counted twice; set importance 'none' or proximal "
+                    "'recomputed'"
+                )
+            return self
+        if self.loss.uses_behavior:
             raise ValueError(
-                f"importance {self.importance.type!r} with proximal 'behavior': the ratio is already taken against the behavior "
-                "policy, so the correction would be counted twice; set importance 'none' or proximal 'recomputed'"
+                f"loss {self.loss.type!r} takes its ratio against the behavior policy, so with proximal "
+                f"{self.proximal.type!r} the correction would be counted twice; set proximal 'behavior'"
             )
-        if self.loss.uses_behavior and not behavior_anchored:
+        pulled = any(isinstance(r, KlPenalty) and r.towards == "proximal" for r in self.regularizers)
+        if not self.loss.uses_proximal and isinstance(self.importance, NoWeights) and not pulled:
             raise ValueError(
-                f"loss {self.loss.type!r} takes its ratio against the behavior policy, so proximal {self.proximal.type!r} "
-                "would have no effect; set proximal 'behavior'"
+                f"proximal {self.proximal.type!r} has no effect with loss {self.loss.type!r} and importance 'none'; "
+                "set proximal 'behavior', or an importance"
             )
         return self

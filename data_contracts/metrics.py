@@ -18,7 +18,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "ratio",
         "mean importance weight from the behavior to the proximal policy, 0 for dropped tokens",
     ),
-    "loss/weight_dropped_fraction": ("fraction", "tokens that the importance weight removed from the loss"),
+    "loss/dropped_fraction": ("fraction", "tokens that importance weights or filters removed from the loss"),
     "policy/ratio_mean": ("ratio", "mean of current over behavior probability, by token of the loss"),
     "policy/ratio_max": ("ratio", "largest current over behavior probability"),
     "policy/ratio_min": ("ratio", "smallest current over behavior probability"),

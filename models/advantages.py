@@ -3,13 +3,15 @@
 Legend: S sequences, N tokens, K groups.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from data_contracts.algorithm import Grpo, Rloo
+from data_contracts.algorithm import AsymRe, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
+from data_contracts.errors import ContractError
+from models.tokens import sequence_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +27,30 @@ class Outcomes:
     """[N] bool, True where the token is in the loss."""
     sequence: Tensor
     """[N] int64, index of the token's sample."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """[S] float64 by name of the reward component, NaN for a sample that lacks it."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens in the loss of each sample, [S] float64."""
+        return sequence_lengths(self.mask, self.sequence, len(self.rewards)).double()
 
     def group_sum(self, values: Tensor) -> Tensor:
         """Return the sum [K] of values [S] over each group."""
         return torch.zeros(self.num_groups, dtype=values.dtype).index_add(0, self.group, values)
 
+    def group_size(self) -> Tensor:
+        """Return for each sample the size [S] of its group, as float64."""
+        return self.group_sum(torch.ones_like(self.rewards))[self.group]
+
     def group_mean(self, values: Tensor) -> Tensor:
         """Return for each sample the mean [S] over its group."""
-        size = self.group_sum(torch.ones_like(values))
-        return (self.group_sum(values) / size)[self.group]
+        return self.group_sum(values)[self.group] / self.group_size()
+
+    def centered(self) -> Tensor:
+        """Return reward minus the group's mean [S]; exactly 0 where a group's rewards are all equal."""
+        centered = self.rewards - self.group_mean(self.rewards)
+        return torch.where(self.is_constant(self.rewards), torch.zeros_like(centered), centered)
 
     def is_constant(self, values: Tensor) -> Tensor:
         """Return for each sample whether its group's values are all equal, [S] bool, compared exactly."""
@@ -53,30 +70,130 @@ def grpo(outcomes: Outcomes, cfg: Grpo) -> Tensor:
 
     A group of one sample has nothing to be compared with: 0.
     """
-    centered = outcomes.rewards - outcomes.group_mean(outcomes.rewards)
-    centered = torch.where(outcomes.is_constant(outcomes.rewards), torch.zeros_like(centered), centered)
+    centered = outcomes.centered()
     if cfg.std == "none":
         return outcomes.to_tokens(centered)
     if cfg.std == "batch":
-        std = outcomes.rewards.std() if outcomes.rewards.numel() > 1 else torch.zeros((), dtype=centered.dtype)
-        return outcomes.to_tokens(centered / (std + cfg.eps)) if std > 0 else outcomes.to_tokens(centered)
-    size = outcomes.group_sum(torch.ones_like(centered))
-    freedom = (size - 1 if cfg.std == "unbiased" else size).clamp(min=1)
-    std = (outcomes.group_sum(centered**2) / freedom).sqrt()[outcomes.group]
-    scaled = centered / (std + cfg.eps)
-    return outcomes.to_tokens(torch.where(centered == 0, torch.zeros_like(scaled), scaled))
+        std = _std(outcomes.rewards)
+    else:
+        freedom = outcomes.group_size() - (1 if cfg.std == "unbiased" else 0)
+        std = (outcomes.group_sum(centered**2)[outcomes.group] / freedom.clamp(min=1)).sqrt()
+    return outcomes.to_tokens(_divide(centered, std + cfg.eps))
 
 
 def rloo(outcomes: Outcomes, cfg: Rloo) -> Tensor:
     """Return the reward minus the mean of the group's other samples [N]; 0 for a group of one."""
     del cfg
-    size = outcomes.group_sum(torch.ones_like(outcomes.rewards))[outcomes.group]
-    centered = outcomes.rewards - outcomes.group_mean(outcomes.rewards)
-    centered = torch.where(outcomes.is_constant(outcomes.rewards), torch.zeros_like(centered), centered)
-    return outcomes.to_tokens(centered * size / (size - 1).clamp(min=1))
+    size = outcomes.group_size()
+    return outcomes.to_tokens(outcomes.centered() * size / (size - 1).clamp(min=1))
+
+
+def reinforce_pp(outcomes: Outcomes, cfg: ReinforcePlusPlus) -> Tensor:
+    """Return the reward (minus the group's mean) whitened over the tokens in the loss [N].
+
+    Rewards count for every token of their response (discount 1), tokens behind tool output included.
+    """
+    values = outcomes.to_tokens(outcomes.centered() if cfg.group_baseline else outcomes.rewards)
+    counted = values[outcomes.mask]
+    if counted.numel() < 2 or (counted == counted[0]).all():
+        return torch.zeros_like(values)
+    return (values - counted.mean()) / (counted.var() + cfg.eps).sqrt()
+
+
+def opo(outcomes: Outcomes, cfg: Opo) -> Tensor:
+    """Return r - sum(length r) / sum(length) of each group [N]; the raw reward for a group of one."""
+    del cfg
+    lengths = outcomes.lengths
+    total = outcomes.group_sum(lengths)[outcomes.group]
+    baseline = _divide(outcomes.group_sum(lengths * outcomes.rewards)[outcomes.group], total)
+    alone = outcomes.group_size() == 1
+    advantages = torch.where(alone, outcomes.rewards, outcomes.rewards - baseline)
+    return outcomes.to_tokens(
+        torch.where(outcomes.is_constant(outcomes.rewards) & ~alone, torch.zeros_like(advantages), advantages)
+    )
+
+
+def maxrl(outcomes: Outcomes, cfg: MaxRl) -> Tensor:
+    """Return (r - mean) / mean of each group [N]; 0 where the mean is not positive."""
+    del cfg
+    mean = outcomes.group_mean(outcomes.rewards)
+    return outcomes.to_tokens(torch.where(mean > 0, _divide(outcomes.centered(), mean), torch.zeros_like(mean)))
+
+
+def mc_grpo(outcomes: Outcomes, cfg: McGrpo) -> Tensor:
+    """Return (r - median) / (MAD + eps) of each group [N], with lower medians.
+
+    The median sample has advantage 0; it stays in the denominators of an aggregation.
+    """
+    advantages = torch.zeros_like(outcomes.rewards)
+    for group in range(outcomes.num_groups):
+        members = outcomes.group == group
+        offset = outcomes.rewards[members] - outcomes.rewards[members].median()
+        scaled = offset / (offset.abs().median() + cfg.eps)
+        active = int((scaled.abs() > 1e-6).sum())
+        advantages[members] = scaled * (len(offset) / active) if cfg.rescale and active else scaled
+    return outcomes.to_tokens(advantages)
+
+
+def gdpo(outcomes: Outcomes, cfg: Gdpo) -> Tensor:
+    """Return the sum of components, each normalized in its group, normalized over the step [N].
+
+    Raises:
+        ContractError: there are no components, or one that the config names is missing everywhere.
+    """
+    missing = sorted(cfg.component_weights.keys() - outcomes.components.keys())
+    if not outcomes.components or missing:
+        raise ContractError(
+            f"advantage gdpo: expected reward components {missing or 'of any name'}, got "
+            f"{sorted(outcomes.components)}; correct component_weights or let the env report them"
+        )
+    total = torch.zeros_like(outcomes.rewards)
+    flat = torch.ones_like(outcomes.rewards, dtype=torch.bool)
+    for name, values in outcomes.components.items():
+        known = ~values.isnan()
+        values = torch.where(known, values, torch.zeros_like(values))
+        count = outcomes.group_sum(known.double())[outcomes.group]
+        equal = outcomes.is_constant(values)
+        centered = torch.where(known, values - _divide(outcomes.group_sum(values)[outcomes.group], count), 0.0)
+        centered = torch.where(equal, torch.zeros_like(centered), centered)
+        std = (outcomes.group_sum(centered**2)[outcomes.group] / (count - 1).clamp(min=1)).sqrt()
+        total = total + cfg.component_weights.get(name, 1.0) * centered / (std + cfg.eps)
+        flat &= equal
+    normalized = (total - total.mean()) / (_std(total) + cfg.eps)
+    return outcomes.to_tokens(torch.where(flat, torch.zeros_like(normalized), normalized))
+
+
+def asymre(outcomes: Outcomes, cfg: AsymRe) -> Tensor:
+    """Return r - (mean + shift) of each group [N]."""
+    return outcomes.to_tokens(outcomes.centered() - cfg.shift)
+
+
+def gpg(outcomes: Outcomes, cfg: Gpg) -> Tensor:
+    """Return (samples / samples with a reward other than 0) (r - mean) [N]."""
+    del cfg
+    scale = len(outcomes.rewards) / max(int((outcomes.rewards != 0).sum()), 1)
+    return outcomes.to_tokens(scale * outcomes.centered())
+
+
+def _std(values: Tensor) -> Tensor:
+    return values.std() if values.numel() > 1 else torch.zeros((), dtype=values.dtype)
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Return the quotient, and 0 where the numerator is 0 whatever the denominator."""
+    nothing = numerator == 0
+    quotient = numerator / torch.where(nothing, torch.ones_like(numerator), denominator)
+    return torch.where(nothing, torch.zeros_like(quotient), quotient)
 
 
 ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     Grpo: grpo,
     Rloo: rloo,
+    ReinforcePlusPlus: reinforce_pp,
+    Opo: opo,
+    MaxRl: maxrl,
+    McGrpo: mc_grpo,
+    Gdpo: gdpo,
+    AsymRe: asymre,
+    Gpg: gpg,
 }

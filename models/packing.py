@@ -13,64 +13,19 @@ Legend: T tokens in the row, N asked tokens, V vocabulary, H heads, D head width
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from data_contracts.errors import ConfigError
 from models.logprobs import head_of, target_logprobs
+from models.packed_attention import ATTENTION, Block, Packed
 from models.samples import Sample
 
-ATTENTION = "rollflow_packed"
-"""Name of the packed attention in the registry of transformers."""
 LENGTH_WASTE = 0.25
 """A block takes sequences down to this fraction below its longest one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """M sequences whose attention runs at once. Its queries are the next rows of the packed row."""
-
-    num_rows: int
-    """Rows of the packed row that are its queries."""
-    shape: tuple[int, int]
-    """(M, longest query length)."""
-    query_index: Tensor | None
-    """[M * longest] rows within the block's own rows; None when all lengths are equal."""
-    valid: Tensor | None
-    """[num_rows] places of the real queries among M * longest; None when all lengths are equal."""
-    key_index: Tensor | None
-    """[M * keys] rows of the whole row; None when keys are the queries' own rows."""
-    mask: Tensor | None
-    """[M or 1, 1, longest, keys] bool, True where a query may look; None for a causal block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A packed row and the tokens whose log-probabilities are asked for."""
-
-    input_ids: Tensor
-    """[1, T] int64."""
-    position_ids: Tensor
-    """[1, T] int64."""
-    blocks: tuple[Block, ...]
-    predicted_at: Tensor
-    """[N] row whose output predicts the token."""
-    targets: Tensor
-    """[N] int64 token ids, sample by sample in the order given."""
-    temperature: Tensor | None
-    """[N] float32; None when it is 1 everywhere."""
-
-    @property
-    def num_rows(self) -> int:
-        """T, tokens that go through the linear layers."""
-        return self.input_ids.shape[1]
 
 
 def pack(samples: Sequence[Sample], *, share_prompts: bool = True) -> Packed:
@@ -81,20 +36,25 @@ def pack(samples: Sequence[Sample], *, share_prompts: bool = True) -> Packed:
     if not samples:
         raise ValueError("pack needs at least one sample")
     last = [int(np.flatnonzero(s.action_mask)[-1]) if s.action_mask.any() else 0 for s in samples]
-    units: dict[bytes, list[int]] = {}
-    for i, sample in enumerate(samples):
-        key = sample.prompt_ids.tobytes() if share_prompts else i.to_bytes(8, "big")
-        units.setdefault(key, []).append(i)
-    whole: list[tuple[np.ndarray, list[int]]] = []
+    units = _by_prompt(samples) if share_prompts else [[i] for i in range(len(samples))]
+    heads: list[tuple[np.ndarray, list[int]]] = []
     tails: list[tuple[int, int]] = []
-    for number, members in enumerate(units.values()):
+    for number, members in enumerate(units):
         head = samples[members[0]].prompt_ids
         if len(members) == 1:
             head = np.concatenate([head, samples[members[0]].response_ids[: last[members[0]]]])
         else:
             tails += [(i, number) for i in members if last[i] > 0]
-        whole.append((head, members))
-    return _Layout(samples, last, whole, tails).packed()
+        heads.append((head, members))
+    return _Layout(samples, last, heads, tails).packed()
+
+
+def _by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the indices of the samples of each distinct prompt, in order of appearance."""
+    units: dict[bytes, list[int]] = {}
+    for i, sample in enumerate(samples):
+        units.setdefault(np.asarray(sample.prompt_ids, np.int64).tobytes(), []).append(i)
+    return list(units.values())
 
 
 class _Layout:
@@ -139,7 +99,7 @@ class _Layout:
     def _place_heads(self) -> list[Block]:
         lengths = np.array([len(ids) for ids, _ in self.heads])
         order = np.argsort(-lengths, kind="stable")
-        for unit in order:
+        for unit in order.tolist():
             ids, members = self.heads[unit]
             start = self.head_start[unit] = self._place(ids, 0)
             for i in members:
@@ -155,8 +115,8 @@ class _Layout:
         lengths = np.array([self.last[i] for i in members])
         prompt_lengths = np.array([len(self.samples[i].prompt_ids) for i in members])
         order = np.lexsort((np.arange(len(members)), -prompt_lengths, -lengths))
-        for at in order:
-            i = members[at]
+        for at in order.tolist():
+            i = int(members[at])
             self.tail_start[i] = self._place(self.samples[i].response_ids[: self.last[i]], int(prompt_lengths[at]))
         starts = self.tail_start[members]
         return [
@@ -206,7 +166,7 @@ def _queries(lengths: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
 def _causal_block(lengths: np.ndarray) -> Block:
     # padding stands behind the real tokens, so causality alone hides it
     query_index, valid = _queries(lengths)
-    return Block(int(lengths.sum()), (len(lengths), int(lengths.max())), query_index, valid, None, None)
+    return Block(int(lengths.sum()), (len(lengths), int(lengths.max())), query_index, valid, None, None, None)
 
 
 def _tail_block(lengths: np.ndarray, starts: np.ndarray, prompt_lengths: np.ndarray, prompts: np.ndarray) -> Block:
@@ -226,68 +186,14 @@ def _tail_block(lengths: np.ndarray, starts: np.ndarray, prompt_lengths: np.ndar
         axis=-1,
     )
     return Block(
-        int(lengths.sum()), shape, query_index, valid, torch.cat([of_prompt, own], 1).view(-1), torch.from_numpy(mask)
+        num_rows=int(lengths.sum()),
+        shape=shape,
+        query_index=query_index,
+        valid=valid,
+        key_index=torch.cat([of_prompt, own], 1).view(-1),
+        mask=torch.from_numpy(mask),
+        prompt_lengths=torch.from_numpy(prompt_lengths),
     )
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    packed: Packed | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend within the sequences of a packed row [1, H, T, D]; without `packed`, as the sdpa of transformers.
-
-    Raises:
-        ConfigError: the model asks for something that packing does not do.
-    """
-    if packed is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if odd and not (odd == ["sliding_window"] and _window_is_idle(packed, int(kwargs["sliding_window"]))):  # type: ignore[call-overload]
-        raise ConfigError(
-            f"packed attention: expected plain causal attention, got a model with {odd}; choose another model"
-        )
-    rows = [t[0].transpose(0, 1) for t in (query, key, value)]  # [T, H, D] each
-    sizes = [block.num_rows for block in packed.blocks]
-    parts = zip(packed.blocks, *(t.split(sizes) for t in rows), strict=True)
-    outputs = [_attend(block, q, k, v, rows[1], rows[2], scaling) for block, q, k, v in parts]
-    return torch.cat(outputs)[None], None
-
-
-def _window_is_idle(packed: Packed, window: int) -> bool:
-    return int(packed.position_ids.max()) < window
-
-
-def _attend(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, all_k: Tensor, all_v: Tensor, scaling: float | None
-) -> Tensor:
-    """Return the outputs [rows of the block, H, D]."""
-    num, longest = block.shape
-    if block.query_index is not None:
-        q = q.index_select(0, block.query_index)
-    if block.key_index is not None:
-        k, v = all_k.index_select(0, block.key_index), all_v.index_select(0, block.key_index)
-    elif block.query_index is not None:
-        k, v = k.index_select(0, block.query_index), v.index_select(0, block.query_index)
-    q, k, v = (t.view(num, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    out = out.transpose(1, 2).reshape(num * longest, *out.shape[1:2], out.shape[3])
-    return out if block.valid is None else out.index_select(0, block.valid)
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
 
 
 def packed_logprobs(model: PreTrainedModel, packed: Packed, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
@@ -299,6 +205,7 @@ def packed_logprobs(model: PreTrainedModel, packed: Packed, *, entropy_grad: boo
     """
     if model.config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
+    packed = packed.to(model.device)
     # A mask of four dimensions is taken as ready-made; none is built, and packed_attention looks at `packed`.
     unused = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=packed.input_ids.device)
     hidden = model.base_model(
@@ -315,31 +222,27 @@ def packed_logprobs(model: PreTrainedModel, packed: Packed, *, entropy_grad: boo
 def microbatches(samples: Sequence[Sample], tokens: int) -> list[list[int]]:
     """Split samples into lists of indices whose packed rows hold at most `tokens` each.
 
-    Longest first, samples of one prompt together, in an order that depends on the samples alone. A prompt with
-    its samples is split only if they do not fit together; a sample longer than `tokens` is alone.
+    Longest first, samples of one prompt together, in an order that depends on the samples alone. The samples of
+    a prompt are split only if they do not fit together; a sample longer than `tokens` is alone.
     """
-    units: dict[bytes, list[int]] = {}
-    for i, sample in enumerate(samples):
-        units.setdefault(sample.prompt_ids.tobytes(), []).append(i)
-    longest = {key: max(len(samples[i].response_ids) for i in members) for key, members in units.items()}
-    order = sorted(units, key=lambda key: -len(samples[units[key][0]].prompt_ids) - longest[key])
+    units = [
+        (len(samples[members[0]].prompt_ids), sorted(members, key=lambda i: -len(samples[i].response_ids)))
+        for members in _by_prompt(samples)
+    ]
     batches: list[list[int]] = []
     room = 0
-    for key in order:
-        prompt = len(samples[units[key][0]].prompt_ids)
-        members = sorted(units[key], key=lambda i: -len(samples[i].response_ids))
-        needed = prompt + sum(len(samples[i].response_ids) for i in members)
-        if needed > room and batches and needed <= tokens:
-            room = 0
-        opened = False
-        for i in members:
-            cost = len(samples[i].response_ids) + (0 if opened else prompt)
-            if cost > room or not batches:
+    for prompt, members in sorted(units, key=lambda unit: -unit[0] - len(samples[unit[1][0]].response_ids)):
+        lengths = [len(samples[i].response_ids) for i in members]
+        if room < prompt + sum(lengths) <= tokens:
+            room = 0  # they fit together, but no longer here
+        due = prompt  # tokens of the prompt that this microbatch does not hold yet
+        for i, length in zip(members, lengths, strict=True):
+            if room < due + length:
                 batches.append([])
-                room, cost = tokens, len(samples[i].response_ids) + prompt
+                room, due = tokens, prompt
             batches[-1].append(i)
-            room -= cost
-            opened = True
+            room -= due + length
+            due = 0
     return batches
 
 
@@ -349,32 +252,32 @@ def verify_packing(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: they differ, so this architecture cannot be packed.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = int(model.config.get_text_config().vocab_size)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, vocabulary, size) for size in (4, 4, 7)]
-    prompts[1] = prompts[0]
-    samples = [
-        _probe_sample(prompt, rng.integers(0, vocabulary, size))
-        for prompt, size in zip(prompts, (3, 5, 2), strict=True)
-    ]
-    with torch.no_grad():
-        got = packed_logprobs(model, pack(samples))[0]
-        want = torch.cat([_plain_logprobs(model, sample) for sample in samples])
-    tolerance = 1e-3 if got.dtype == model.dtype else 0.2
-    difference = (got - want).abs().max().item()
+    first, second = rng.integers(0, vocabulary, 4), rng.integers(0, vocabulary, 7)
+    samples = [_probe(p, rng.integers(0, vocabulary, n)) for p, n in ((first, 3), (first, 5), (second, 2))]
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.2
+    try:
+        with torch.no_grad():
+            difference = (packed_logprobs(model, pack(samples))[0] - _plain_logprobs(model, samples)).abs().max().item()
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"{type(model).__name__}: cannot be packed, choose another model: {cause}") from cause
     if not difference <= tolerance:
         raise ConfigError(
-            f"{type(model).__name__}: packed log-probabilities differ from the plain ones by {difference:.2g}, expected at most "
-            f"{tolerance}; this architecture cannot be trained packed"
+            f"{type(model).__name__}: cannot be packed, choose another model: packed log-probabilities differ from "
+            f"the plain ones by {difference:.2g}, expected at most {tolerance}"
         )
 
 
-def _probe_sample(prompt: np.ndarray, response: np.ndarray) -> Sample:
+def _probe(prompt: np.ndarray, response: np.ndarray) -> Sample:
     every = np.ones(len(response), bool)
     return Sample(prompt, response, every, np.zeros(len(response), np.float32), np.zeros(len(response), np.int32))
 
 
-def _plain_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
-    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]))[None].to(model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+def _plain_logprobs(model: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
+    found = []
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]))[None].to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0])
+    return torch.cat(found)

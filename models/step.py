@@ -49,21 +49,32 @@ class StepData:
         return torch.from_numpy(np.concatenate(ranges) if ranges else np.zeros(0, np.int64))
 
     def token_batch(
-        self, members: Sequence[int], at: Tensor, logp: Tensor, proximal: Tensor, entropy: Tensor
+        self, members: Sequence[int], at: Tensor, logp: Tensor, start: Tensor, entropy: Tensor
     ) -> TokenBatch:
-        """Return what a loss sees of some samples; `at` is `tokens_of(members)`."""
-        local = torch.zeros(len(self.samples), dtype=torch.int64)
-        local[torch.tensor(members, dtype=torch.int64)] = torch.arange(len(members))
+        """Return what a loss sees of some samples, the behavior policy in the place of the proximal one.
+
+        Args:
+            members: the samples, by index.
+            at: `tokens_of(members)`.
+            logp: [n] under the current weights.
+            start: [n] under the weights of the step's start, NaN where unknown.
+            entropy: [n].
+        """
         device = logp.device
+        chosen = torch.tensor(members, dtype=torch.int64)
+        local = torch.zeros(len(self.samples), dtype=torch.int64)
+        local[chosen] = torch.arange(len(members))
+        behavior = self.behavior[at].to(device)
         return TokenBatch(
             logp=logp,
-            proximal=proximal.to(device),
-            behavior=self.behavior[at].to(device),
+            proximal=behavior,
+            start=start.to(device),
+            behavior=behavior,
             advantages=self.advantages[at].to(device),
             mask=self.mask[at].to(device),
             sequence=local[self.sequence[at]].to(device),
             num_sequences=len(members),
-            rewards=self.rewards[torch.tensor(members, dtype=torch.int64)].float().to(device),
+            rewards=self.rewards[chosen].float().to(device),
             versions=self.versions[at].to(device),
             version=self.version,
             entropy=entropy,
@@ -92,7 +103,7 @@ def step_data(
         mask = fresh & whole[sequence]
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     group = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups]))
-    outcomes = Outcomes(rewards, group, len(groups), mask, sequence)
+    outcomes = Outcomes(rewards, group, len(groups), mask, sequence, _components(samples))
     return StepData(
         samples=samples,
         offsets=np.concatenate([[0], np.cumsum(counts)]),
@@ -107,6 +118,14 @@ def step_data(
         advantages=ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float(),
         version=version,
     )
+
+
+def _components(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    names = sorted({name for sample in samples for name in sample.components})
+    return {
+        name: torch.tensor([s.components.get(name, float("nan")) for s in samples], dtype=torch.float64)
+        for name in names
+    }
 
 
 def _flat(arrays: list[np.ndarray], acted: list[np.ndarray], dtype: type) -> np.ndarray:

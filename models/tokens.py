@@ -22,6 +22,8 @@ class TokenBatch:
     """[N] nats, under the current weights."""
     proximal: Tensor
     """[N] nats, under the proximal policy."""
+    start: Tensor
+    """[N] nats, under the weights of the step's start; NaN where nobody computed it."""
     behavior: Tensor
     """[N] nats, as recorded when the token was sampled."""
     advantages: Tensor

@@ -1,42 +1,42 @@
 """One training step: from rewarded groups to new weights, or to the reason why there are none.
 
-The trainer holds the model, float32 master weights and the optimizer. It knows no store and no other role,
-draws no random numbers (dropout is off), and on one thread gives the same bits for the same input. A step
-that would not be finite changes nothing. Legend: S samples, N sampled tokens.
+The trainer knows no store and no other role, draws no random numbers (dropout is off), and on one thread gives
+the same bits for the same input. A step that would not be finite changes nothing. Which advantage, proximal
+policy, importance weight, loss, filter, aggregation and regularizer run is for the configuration to say.
+Legend: S samples, N sampled tokens, n those of one microbatch.
 """
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from data_contracts.algorithm import AlgorithmConfig, EntropyBonus, RecomputedProximal
 from data_contracts.config import TrainConfig
-from data_contracts.errors import ContractError
 from data_contracts.metrics import check_names
 from models.aggregation import AGGREGATIONS, Totals, totals_of
 from models.diagnostics import measure
-from models.importance import WEIGHTS
+from models.importance import FILTERS, PROXIMALS, WEIGHTS
 from models.losses import LOSSES
+from models.optimizer import Optimizer, checkpoint_from_bytes, checkpoint_to_bytes, learning_rate
 from models.packing import Packed, microbatches, pack, packed_logprobs, verify_packing
 from models.regularizers import REGULARIZERS
 from models.samples import Sample
 from models.step import StepData, step_data
 from models.tokens import TokenBatch, select
 
+__all__ = ["StepResult", "Trainer", "checkpoint_from_bytes", "checkpoint_to_bytes"]
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did and what was measured."""
+    """What a step did and what was step."""
 
     status: Literal["trained", "skipped"]
     metrics: dict[str, float]
@@ -56,10 +56,18 @@ class _Microbatch:
     packed: Packed
 
 
-@dataclass(slots=True)
-class _Measured:
-    """Flat per-token results [N], NaN where nothing was computed, and sums over the step."""
+@dataclass(frozen=True, slots=True)
+class _Update:
+    parts: list[_Microbatch]
+    num_samples: int
+    """Samples of its groups, those without a token in the loss included."""
 
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way: flat per-token results [N], NaN where nothing was computed yet, and sums over the step."""
+
+    data: StepData
     logp: Tensor
     start_logp: Tensor
     proximal: Tensor
@@ -67,6 +75,8 @@ class _Measured:
     sums: dict[str, float] = field(default_factory=dict)
     packed_tokens: int = 0
     norms: list[float] = field(default_factory=list)
+    is_first: bool = True
+    """Whether no update of this step has been made yet."""
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
@@ -77,7 +87,7 @@ class _NotFinite(Exception):
 
 
 class Trainer:
-    """Trains `model` in place. Not safe for use from two threads."""
+    """Trains a model in place. Not safe for use from two threads."""
 
     def __init__(
         self, model: PreTrainedModel, algorithm: AlgorithmConfig, train: TrainConfig, *, total_steps: int
@@ -97,28 +107,13 @@ class Trainer:
         verify_packing(model)
         self.model = model.eval()
         self.algorithm, self.train, self.total_steps = algorithm, train, total_steps
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._masters = {
-            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
-            for name, p in self._parameters.items()
-        }
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=train.learning_rate,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
-        for master in self._masters.values():  # from the start, so that a snapshot always has the same tensors
-            self._optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+        self._optimizer = Optimizer(model, train)
+        self._entropy_grad = any(isinstance(r, EntropyBonus) for r in algorithm.regularizers)
 
     def step(self, groups: Sequence[Sequence[Sample]], *, version: int, max_staleness: int | None) -> StepResult:
         """Train from `version` towards `version + 1`.
+
+        An update none of whose tokens is in the loss is left out.
 
         Args:
             groups: the samples of each group; error rows are not among them.
@@ -126,29 +121,26 @@ class Trainer:
             max_staleness: a token sampled more versions ago stays as context and leaves the loss; None keeps all.
 
         Returns:
-            What was measured. With status `skipped`, weights and optimizer have the bits they had before.
+            What was step. With status `skipped`, weights and optimizer have the bits they had before.
         """
         began = time.perf_counter()
         data = step_data(groups, self.algorithm, version=version, max_staleness=max_staleness)
-        rate = self.learning_rate(version)
-        for setting in self._optimizer.param_groups:
-            setting["lr"] = rate
-        nowhere = torch.full_like(data.behavior, torch.nan)
-        measured = _Measured(nowhere.clone(), nowhere.clone(), nowhere.clone(), nowhere.clone())
-        before = self._snapshot()
+        unknown = torch.full_like(data.behavior, torch.nan)
+        step = _Step(data, unknown.clone(), unknown.clone(), unknown.clone(), unknown.clone())
+        before = self._optimizer.snapshot()
         evidence = ""
         try:
-            self._updates(data, measured)
+            self._updates(step)
         except _NotFinite as cause:
-            self._restore(before)
+            self._optimizer.restore(before)
             evidence = str(cause)
-        metrics, histograms = measure(data, measured.logp, measured.start_logp, measured.proximal, measured.entropy)
-        metrics |= self._own_metrics(data, measured, rate, time.perf_counter() - began)
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        check_names(metrics)
+        self._optimizer.clear_gradient()
+        metrics, histograms = measure(data, step.logp, step.start_logp, step.proximal, step.entropy)
+        metrics |= self._own_metrics(step, time.perf_counter() - began)
+        check_names(metrics, histograms)
         return StepResult(
             status="skipped" if evidence else "trained",
-            metrics=metrics,
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             histograms=histograms,
             evidence=evidence,
             num_tokens=int(data.mask.sum()),
@@ -156,26 +148,14 @@ class Trainer:
 
     def learning_rate(self, version: int) -> float:
         """Return the learning rate of the step from `version` to `version + 1`."""
-        cfg = self.train
-        if version < cfg.warmup_steps:
-            return cfg.learning_rate * (version + 1) / cfg.warmup_steps
-        if cfg.schedule == "constant":
-            return cfg.learning_rate
-        span = max(self.total_steps - 1 - cfg.warmup_steps, 1)
-        done = min((version - cfg.warmup_steps) / span, 1.0)
-        shape = 1 - done if cfg.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return cfg.learning_rate * (cfg.final_fraction + (1 - cfg.final_fraction) * shape)
+        return learning_rate(self.train, version, self.total_steps)
 
     def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return (tensors, JSON-able scalars) from which `load_checkpoint` continues bit for bit."""
-        tensors = {}
-        for name, master in self._masters.items():
-            state = self._optimizer.state[master]
-            tensors[f"weights/{name}"] = master.detach()
-            tensors[f"exp_avg/{name}"] = state["exp_avg"]
-            tensors[f"exp_avg_sq/{name}"] = state["exp_avg_sq"]
-        first = next(iter(self._masters.values()))
-        return tensors, {"format": "trainer/1", "updates": int(self._optimizer.state[first]["step"])}
+        """Return (tensors, JSON-able scalars) from which `load_checkpoint` continues bit for bit.
+
+        The tensors are the trainer's own: write them out before the next step. See `checkpoint_to_bytes`.
+        """
+        return self._optimizer.state()
 
     def load_checkpoint(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over the state of `checkpoint_state`, weights included.
@@ -183,222 +163,164 @@ class Trainer:
         Raises:
             ContractError: the state is of another format or another model.
         """
-        if scalars.get("format") != "trainer/1":
-            raise ContractError(f"checkpoint: expected format trainer/1, got {scalars.get('format')!r}")
-        own, _ = self.checkpoint_state()
-        if own.keys() != tensors.keys():
-            odd = sorted(own.keys() ^ tensors.keys())
-            raise ContractError(
-                f"checkpoint: expected the {len(own)} tensors of this model, but these differ: {odd[:4]}"
-            )
-        for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape or tensors[name].dtype != torch.float32:
-                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                raise ContractError(f"checkpoint: {name}: expected float32 {list(tensor.shape)}, got {got}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
-            for master in self._masters.values():
-                self._optimizer.state[master]["step"].fill_(float(scalars["updates"]))
-            self._publish()
+        self._optimizer.load(tensors, scalars)
 
-    def _updates(self, data: StepData, measured: _Measured) -> None:
-        plan = self._plan(data)
-        measured.packed_tokens = sum(mb.packed.num_rows for update in plan for mb in update)
+    def _updates(self, step: _Step) -> None:
+        plan = self._plan(step.data)
+        step.packed_tokens = sum(part.packed.num_rows for update in plan for part in update.parts)
         if isinstance(self.algorithm.proximal, RecomputedProximal):
-            # the first update starts at the proximal weights, so its own forward pass gives the same numbers
-            self._recompute([mb for update in plan[1:] for mb in update], measured)
-        for number, update in enumerate(plan):
-            self._update(data, update, measured, is_first=number == 0)
+            # the first update starts at the proximal weights: its own forward pass gives the same numbers
+            for part in (part for update in plan[1:] for part in update.parts):
+                with torch.no_grad():
+                    step.start_logp[part.at] = packed_logprobs(self.model, part.packed)[0].cpu()
+        for update in plan:
+            self._update(step, update)
+            step.is_first = False
 
-    def _plan(self, data: StepData) -> list[list[_Microbatch]]:
-        """Split the step's groups over the updates, and each update into microbatches; empty updates drop out."""
+    def _plan(self, data: StepData) -> list[_Update]:
+        """Split the step's groups over the updates and each update into microbatches; empty updates drop out."""
         bounds = np.linspace(0, data.num_groups, self.train.inner_updates + 1).round().astype(int)
         in_loss = torch.zeros(len(data.samples), dtype=torch.bool)
         in_loss[data.sequence[data.mask]] = True
         plan = []
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-            chosen = torch.nonzero((data.group >= int(start)) & (data.group < int(stop)) & in_loss)[:, 0].tolist()
+            inside = (data.group >= int(start)) & (data.group < int(stop))
+            chosen = torch.nonzero(inside & in_loss)[:, 0].tolist()
             parts = microbatches([data.samples[i] for i in chosen], self.train.tokens_per_microbatch)
             members = [[chosen[i] for i in part] for part in parts]
-            update = [_Microbatch(m, data.tokens_of(m), pack([data.samples[i] for i in m])) for m in members]
-            plan += [update] if update else []
+            packed = [_Microbatch(m, data.tokens_of(m), pack([data.samples[i] for i in m])) for m in members]
+            plan += [_Update(packed, int(inside.sum()))] if packed else []
         return plan
 
-    @torch.no_grad()
-    def _recompute(self, parts: list[_Microbatch], measured: _Measured) -> None:
-        for part in parts:
-            logp, _ = packed_logprobs(self.model, part.packed)
-            measured.start_logp[part.at] = measured.proximal[part.at] = logp.cpu()
-
-    def _update(self, data: StepData, parts: list[_Microbatch], measured: _Measured, *, is_first: bool) -> None:
+    def _update(self, step: _Step, update: _Update) -> None:
         """Do one optimizer update.
 
         Raises:
-            _NotFinite: log-probabilities, loss, gradient or the new weights are not finite.
+            _NotFinite: a log-probability, the loss, the gradient or a new weight is not finite.
         """
-        at = torch.cat([part.at for part in parts])
-        members = [i for part in parts for i in part.members]
-        totals = totals_of(data.mask[at], data.sequence[at], len(members))
-        for parameter in {**self._parameters, **self._masters}.values():
-            parameter.grad = None
-        for part in parts:
-            self._microbatch(data, part, totals, measured, is_first=is_first)
-        norm = self._clip_gradient()
-        measured.norms.append(norm)
-        self._optimizer.step()
+        at = torch.cat([part.at for part in update.parts])
+        totals = totals_of(step.data.mask[at], step.data.sequence[at], update.num_samples)
+        self._optimizer.clear_gradient()
+        if self.algorithm.loss.needs_whole_update and len(update.parts) > 1:
+            self._backward_whole(step, update.parts, totals)
+        else:
+            for part in update.parts:
+                logp, entropy = packed_logprobs(self.model, part.packed, entropy_grad=self._entropy_grad)
+                self._loss(step, part.members, part.at, logp, entropy, totals).backward()
+                self._optimizer.collect_gradient()
+        norm = self._optimizer.clip_gradient()
+        step.norms.append(norm)
+        if not math.isfinite(norm):
+            broken = self._optimizer.broken_gradients() or ["all parameters together"]
+            raise _NotFinite(f"gradient norm is {norm}: the gradient of {broken[0]} is not finite")
+        self._optimizer.update(self.learning_rate(step.data.version))
+        if broken := self._optimizer.broken_weights():
+            raise _NotFinite(f"weights are not finite after the update: {broken[0]} and {len(broken) - 1} others")
+
+    def _backward_whole(self, step: _Step, parts: list[_Microbatch], totals: Totals) -> None:
+        """Take the gradient of a loss that must see all tokens of the update at once.
+
+        A first forward pass gives the loss's gradient by log-probability, a second one carries it to the weights.
+        """
         with torch.no_grad():
-            self._publish()
-        broken = [name for name, p in self._parameters.items() if not p.isfinite().all()]
-        if broken:
-            raise _NotFinite(
-                f"weights of {broken[0]} are not finite after the update ({len(broken)} parameters in all)"
-            )
+            found = [packed_logprobs(self.model, part.packed) for part in parts]
+        logp, entropy = (torch.cat(values).requires_grad_() for values in zip(*found, strict=True))
+        members, at = [i for part in parts for i in part.members], torch.cat([part.at for part in parts])
+        self._loss(step, members, at, logp, entropy, totals).backward()
+        sizes = [len(part.at) for part in parts]
+        grads = [t.grad.split(sizes) for t in (logp, entropy) if t.grad is not None]
+        for part, *gradient in zip(parts, *grads, strict=True):
+            outputs = packed_logprobs(self.model, part.packed, entropy_grad=self._entropy_grad)
+            torch.autograd.backward(outputs[: len(gradient)], gradient)
+            self._optimizer.collect_gradient()
 
-    def _microbatch(
-        self, data: StepData, part: _Microbatch, totals: Totals, measured: _Measured, *, is_first: bool
-    ) -> None:
-        logp, entropy = packed_logprobs(self.model, part.packed, entropy_grad=self._needs_entropy)
-        measured.logp[part.at] = logp.detach().cpu()
-        measured.entropy[part.at] = entropy.detach().cpu()
-        if is_first:
-            measured.start_logp[part.at] = logp.detach().cpu()
-        if not isinstance(self.algorithm.proximal, RecomputedProximal):
-            measured.proximal[part.at] = data.behavior[part.at]
-        elif is_first:
-            measured.proximal[part.at] = logp.detach().cpu()
-        batch = data.token_batch(part.members, part.at, logp, measured.proximal[part.at], entropy)
-        loss = self._loss(batch, totals, measured)
-        _require_finite(data, part, batch, loss)
-        loss.backward()
-        self._collect_gradient()
+    def _loss(
+        self, step: _Step, members: list[int], at: Tensor, logp: Tensor, entropy: Tensor, totals: Totals
+    ) -> Tensor:
+        """Return what some samples add to the update's loss; note everything that is measured by token.
 
-    @property
-    def _needs_entropy(self) -> bool:
-        return any(isinstance(r, EntropyBonus) for r in self.algorithm.regularizers)
+        Args:
+            step: what is known of the step.
+            members: the samples, by index.
+            at: [n] places of their tokens.
+            logp: [n] under the current weights.
+            entropy: [n].
+            totals: denominators of the update.
 
-    def _loss(self, batch: TokenBatch, totals: Totals, measured: _Measured) -> Tensor:
-        """Return this microbatch's part of the update's loss."""
+        Raises:
+            _NotFinite: names the quantity and the sample.
+        """
+        step.logp[at], step.entropy[at] = logp.detach().cpu(), entropy.detach().cpu()
+        if step.is_first:
+            step.start_logp[at] = step.logp[at]
+        batch = step.data.token_batch(members, at, logp, step.start_logp[at], entropy)
+        proximal = PROXIMALS[type(self.algorithm.proximal)](batch, self.algorithm.proximal).detach()
+        step.proximal[at] = proximal.cpu()
+        batch = replace(batch, proximal=proximal)
+        _require_finite(step.data, at, batch)
+        loss = self._aggregate(batch, totals, step)
+        if not loss.isfinite():
+            names = "; ".join(step.data.samples[i].name for i in members[:4])
+            raise _NotFinite(f"loss is {loss.item()} though its inputs are finite, in samples that start with {names}")
+        return loss
+
+    def _aggregate(self, batch: TokenBatch, totals: Totals, step: _Step) -> Tensor:
+        """Return weighted and filtered token losses and regularizers as one number."""
         cfg = self.algorithm
         aggregate = AGGREGATIONS[type(cfg.aggregation)]
         weights, kept = WEIGHTS[type(cfg.importance)](batch, cfg.importance)
+        for choice in cfg.filters:
+            kept = kept & FILTERS[type(choice)](batch, choice)
         token = LOSSES[type(cfg.loss)](batch, cfg.loss)
         policy = aggregate(select(kept, token.loss * weights), batch, cfg.aggregation, totals)
         rest = [aggregate(REGULARIZERS[type(r)](batch, r), batch, cfg.aggregation, totals) for r in cfg.regularizers]
         extra = sum(rest, torch.zeros((), device=policy.device))
-        measured.add("loss/policy", policy.item())
-        measured.add("loss/regularizers", extra.item())
-        measured.add("tokens", float(batch.mask.sum()))
-        measured.add("loss/clip_fraction_low", float((token.cut_low & kept).sum()))
-        measured.add("loss/clip_fraction_high", float((token.cut_high & kept).sum()))
-        measured.add("loss/weight_mean", float(select(kept, weights).sum()))
-        measured.add("loss/weight_dropped_fraction", float((batch.mask & ~kept).sum()))
+        step.add("loss/policy", policy.item())
+        step.add("loss/regularizers", extra.item())
+        step.add("tokens", float(batch.mask.sum()))
+        step.add("loss/clip_fraction_low", float((token.cut_low & kept).sum()))
+        step.add("loss/clip_fraction_high", float((token.cut_high & kept).sum()))
+        step.add("loss/weight_mean", float(select(kept, weights).sum()))
+        step.add("loss/dropped_fraction", float((batch.mask & ~kept).sum()))
         return policy + extra
 
-    def _collect_gradient(self) -> None:
-        """Add the model's gradients to the masters' in float32, where these are not the same."""
-        for name, parameter in self._parameters.items():
-            master = self._masters[name]
-            if master is parameter or parameter.grad is None:
-                continue
-            master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-            parameter.grad = None
-
-    def _clip_gradient(self) -> float:
-        """Scale the gradient down to max_grad_norm and return its norm before.
-
-        Raises:
-            _NotFinite: the norm is not finite.
-        """
-        norm = torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self.train.max_grad_norm).item()
-        if not math.isfinite(norm):
-            grads = {name: m.grad for name, m in self._masters.items() if m.grad is not None}
-            broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
-            where = broken[0] if broken else "all parameters together"
-            raise _NotFinite(f"gradient norm is {norm}: gradient of {where} is not finite")
-        return norm
-
-    def _publish(self) -> None:
-        """Round the masters into the model, where these are not the same."""
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
-
-    def _snapshot(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        tensors, _ = self.checkpoint_state()
-        steps = [self._optimizer.state[m]["step"].clone() for m in self._masters.values()]
-        return {name: tensor.clone() for name, tensor in tensors.items()}, steps
-
-    @torch.no_grad()
-    def _restore(self, before: tuple[dict[str, Tensor], list[Tensor]]) -> None:
-        tensors, steps = before
-        for name, tensor in self.checkpoint_state()[0].items():
-            tensor.copy_(tensors[name])
-        for master, step in zip(self._masters.values(), steps, strict=True):
-            self._optimizer.state[master]["step"].copy_(step)
-        self._publish()
-
-    def _own_metrics(self, data: StepData, measured: _Measured, rate: float, seconds: float) -> dict[str, float]:
-        updates = len(measured.norms)
-        tokens = max(measured.sums.get("tokens", 0.0), 1.0)
-        metrics = {"optimizer/learning_rate": rate, "optimizer/updates": float(updates)}
-        for name, total in measured.sums.items():
+    def _own_metrics(self, step: _Step, seconds: float) -> dict[str, float]:
+        data = step.data
+        updates = len(step.norms)
+        tokens = max(step.sums.get("tokens", 0.0), 1.0)
+        metrics = {"optimizer/learning_rate": self.learning_rate(data.version), "optimizer/updates": float(updates)}
+        for name, total in step.sums.items():
             if name in ("loss/policy", "loss/regularizers"):
                 metrics[name] = total / max(updates, 1)
             elif name != "tokens":
                 metrics[name] = total / tokens
         if updates:
             metrics["loss/total"] = metrics["loss/policy"] + metrics["loss/regularizers"]
-            metrics["optimizer/grad_norm"] = sum(measured.norms) / updates
+            metrics["optimizer/grad_norm"] = sum(step.norms) / updates
         longest = max((len(s.prompt_ids) + len(s.response_ids) for s in data.samples), default=0)
         return metrics | {
-            "train/packed_tokens": float(measured.packed_tokens),
+            "train/packed_tokens": float(step.packed_tokens),
             "train/padded_tokens": float(longest * len(data.samples)),
             "train/step_s": seconds,
             "train/tokens_per_s": int(data.mask.sum()) / seconds,
         }
 
 
-def _require_finite(data: StepData, part: _Microbatch, batch: TokenBatch, loss: Tensor) -> None:
-    """Raise _NotFinite, naming the first sample and quantity that spoil the loss."""
+def _require_finite(data: StepData, at: Tensor, batch: TokenBatch) -> None:
+    """Raise _NotFinite, naming the first sample and quantity that would spoil the loss."""
     for quantity, values in (
         ("behavior log-probability", batch.behavior),
         ("advantage", batch.advantages),
         ("log-probability", batch.logp),
+        ("proximal log-probability", batch.proximal),
         ("entropy", batch.entropy),
     ):
         broken = torch.nonzero(batch.mask & ~values.isfinite())[:, 0]
         if broken.numel():
             token = int(broken[0])
-            flat = int(part.at[token])
+            flat = int(at[token])
             sample = int(data.sequence[flat])
             raise _NotFinite(
                 f"{quantity} is {values[token].item()} at sampled token {flat - int(data.offsets[sample])} of "
                 f"{data.samples[sample].name} (reward {data.samples[sample].reward})"
             )
-    if not loss.isfinite():
-        names = "; ".join(data.samples[i].name for i in part.members[:4])
-        raise _NotFinite(
-            f"loss is {loss.item()} though its inputs are finite, in a microbatch that starts with {names}"
-        )
-
-
-def checkpoint_to_bytes(tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> bytes:
-    """Return a checkpoint as a safetensors file, its scalars as JSON in the header."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return save_safetensors(contiguous, metadata={"scalars": json.dumps(dict(scalars), sort_keys=True)})
-
-
-def checkpoint_from_bytes(body: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, scalars) of `checkpoint_to_bytes`.
-
-    Raises:
-        ContractError: the bytes are not such a file.
-    """
-    try:
-        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-        return load_safetensors(body), json.loads(header["__metadata__"]["scalars"])
-    except (ValueError, KeyError, TypeError) as cause:
-        raise ContractError(
-            f"checkpoint: expected a safetensors file with scalars, got {len(body)} bytes: {cause}"
-        ) from cause
