@@ -218,7 +218,8 @@ class Engine:
         self._queue = deque(r for r in self._queue if r.key not in wanted)
         self._leave_queue(taken)
         rows = [row for row, request in enumerate(self._slots.requests) if request.key in wanted]
-        finished = self._finish(dict.fromkeys(rows, "aborted"))
+        with torch.inference_mode():  # the slots' memory was made in this mode and may be written only in it
+            finished = self._finish(dict.fromkeys(rows, "aborted"))
         return finished + [never_started(request) for request in taken]
 
     def _decode(self) -> Tensor | None:
