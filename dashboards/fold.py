@@ -9,6 +9,7 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Literal
 
 from data_contracts.records import (
     Claim,
@@ -24,6 +25,9 @@ from data_contracts.records import (
 
 STALENESS = "staleness/tokens"
 """Name of the commits' histogram of sampled tokens by age in versions."""
+
+State = Literal["empty", "running", "silent", "stopped", "finished", "failed"]
+"""How a run is; `silent` is for readers with a clock to say."""
 
 RATE_WINDOW_S = 30.0
 """Span of records from which present rates are computed."""
@@ -136,7 +140,7 @@ class Fold:
     last_curated: Curated | None = None
     last_refused: Refused | None = None
     last_commit: Commit | None = None
-    state: str = "empty"
+    state: State = "empty"
     error: str = ""
     """The failed role's own error."""
     first_at: float | None = None
@@ -246,7 +250,7 @@ class Fold:
         """Fold one entry of log/control."""
         self._seen(record.at)
         if record.kind in ("stop", "end") and self.state == "running":
-            self.state = {"stop": "stopped", "end": "finished"}[record.kind]
+            self.state = "stopped" if record.kind == "stop" else "finished"
         if record.kind == "fail":
             self.state = "failed"
             self.error = self.error or f"{record.role}: {record.error}"

@@ -19,6 +19,10 @@ MAX_POINTS = 300
 """Longer series are drawn as means of equal stretches."""
 
 
+MAX_DOTS = 60
+"""More points than this are not marked one by one."""
+
+
 @dataclass(frozen=True)
 class Series:
     """One line of a chart: `ys` may hold None or values that are not finite, where the line breaks."""
@@ -279,7 +283,7 @@ def _series_path(box: _Box, series: Series) -> str:
         is_drawing, length = True, length + 1
         dots.append(f"M{at}h0")
     svg = f'<path class="s{series.color} {series.style}" d="{"".join(parts)}"/>'
-    if series.style == "dots" or len(dots) == 1:
+    if series.style == "dots" and len(dots) <= MAX_DOTS or len(dots) == 1:
         svg += f'<path class="s{series.color} points" d="{"".join(dots)}"/>'
     return svg
 

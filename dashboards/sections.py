@@ -44,6 +44,9 @@ TRAINING_CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 """Title, note, and the metrics with the names they have in the key."""
 
+MAX_SMOOTHED = 20
+"""Steps that the smoothed reward looks back at most: more would draw learning later than it was."""
+
 BARS_SHOWN = 11
 """Ages with a bar of their own; older ones share one."""
 
@@ -55,7 +58,7 @@ def learning(run: Snapshot) -> str:
     """Reward and evaluation by version."""
     trained = [v for v in run.versions if v.reward is not None]
     xs, ys = [v.version for v in trained], [v.reward for v in trained]
-    width = max(1, len(xs) // 15)
+    width = min(len(xs) // 15, MAX_SMOOTHED)
     reward = [Series("reward", xs, ys, 1, "line" if width < 3 else "faint")]
     if width > 2:
         reward.append(Series(f"mean of {width} steps", xs, plots.smooth(ys, width), 1))
@@ -101,13 +104,12 @@ def freshness(run: Snapshot) -> str:
 def throughput(run: Snapshot) -> str:
     """Who worked, who waited, and how many tokens per second."""
     scale, x_name = (60.0, "minute") if (run.duration_s or 0) > SHORT_RUN_S else (1.0, "second")
-    rates = [
-        Series(role, *rate_over_time(run.activity, role, run.first_at or 0.0, scale), color)
-        for color, role in ((1, "rollout"), (2, "train"))
+    rates = rate_over_time(run.activity, ("rollout", "train"), run.first_at or 0.0)
+    series = [
+        Series(role, [x / scale for x in xs], ys, color) for color, (role, (xs, ys)) in enumerate(rates.items(), 1)
     ]
     note = f"response tokens sampled and trained on, by {x_name}"
-    rates = [series for series in rates if series.xs]
-    charts = plots.line_chart("Tokens per second", rates, note=note, x_name=x_name, bounds=(0, None))
+    charts = plots.line_chart("Tokens per second", series, note=note, x_name=x_name, bounds=(0, None))
     times = [
         _metric_series(run.versions, ("time/step_s", "train/step_s"), "training", 2),
         _metric_series(run.versions, ("time/wait_s",), "waiting for groups", 3),
@@ -171,18 +173,26 @@ def every_metric(versions: Sequence[Version]) -> str:
 
 
 def rate_over_time(
-    activity: Sequence[Activity], role: str, start: float, scale: float = 1.0, num_bins: int = 60
-) -> tuple[list[float], list[float | None]]:
-    """Return (time since `start` in units of `scale` seconds, tokens per second) of a role in equal stretches."""
-    mine = [a for a in activity if a.role == role and a.tokens]
-    if not mine:
-        return [], []
-    num_bins = max(1, min(num_bins, len(mine) // 2))
-    width = max((max(a.at for a in mine) - start) / num_bins, 1e-3)
-    sums = [0.0] * num_bins
-    for a in mine:
-        sums[min(max(int((a.at - start) / width), 0), num_bins - 1)] += a.tokens
-    return [(i + 0.5) * width / scale for i in range(num_bins)], [total / width for total in sums]
+    activity: Sequence[Activity], roles: Sequence[str], start: float, num_bins: int = 60
+) -> dict[str, tuple[list[float], list[float | None]]]:
+    """Return, for each role that told tokens, (seconds since `start`, tokens per second) in equal stretches of time.
+
+    All roles share the stretches; there are at most `num_bins`, and fewer while records are few.
+    """
+    told = {role: [a for a in activity if a.role == role and a.tokens] for role in roles}
+    told = {role: mine for role, mine in told.items() if mine}
+    if not told:
+        return {}
+    num_bins = max(1, min(num_bins, *(len(mine) // 2 for mine in told.values())))
+    width = max((max(a.at for mine in told.values() for a in mine) - start) / num_bins, 1e-3)
+    middles = [(i + 0.5) * width for i in range(num_bins)]
+    rates = {}
+    for role, mine in told.items():
+        sums = [0.0] * num_bins
+        for a in mine:
+            sums[min(max(int((a.at - start) / width), 0), num_bins - 1)] += a.tokens
+        rates[role] = (middles, [total / width for total in sums])
+    return rates
 
 
 def _metric_series(versions: Sequence[Version], names: Sequence[str], key: str, color: int) -> Series:

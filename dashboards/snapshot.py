@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from dashboards.fold import Activity, Event, Fold, Stage, Tally, Version, Worked
+from dashboards.fold import Activity, Event, Fold, Stage, State, Tally, Version, Worked
 from data_contracts.errors import StoreError
 from data_contracts.records import (
     Claim,
@@ -30,8 +30,6 @@ from data_contracts.records import (
 )
 from infra.log import Log
 from infra.store import Store
-
-State = Literal["empty", "running", "silent", "stopped", "finished", "failed"]
 
 ROLES = ("rollout", "reward", "curate", "train", "evaluate")
 """Roles in the order in which data pass them."""
@@ -304,7 +302,7 @@ class RunReader:
             config=config,
             packages=self._run.get("packages", {}),
             created_at=self._run.get("created_at"),
-            state=state,  # type: ignore[arg-type]
+            state=state,
             error=fold.error,
             step=fold.last_commit.version if fold.last_commit else -1,
             steps=config.get("steps"),

@@ -176,10 +176,12 @@ def test_a_long_run_has_a_page_of_bearable_size(finished):
 def test_the_rate_over_time_adds_up_to_the_tokens(finished):
     run = snapshot(finished)
     assert run.first_at is not None
-    seconds, rates = rate_over_time(run.activity, "rollout", run.first_at)
-    width = seconds[1] - seconds[0]
-    assert sum(r * width for r in rates if r is not None) == pytest.approx(run.roles["rollout"].tokens)
-    assert rate_over_time(run.activity, "nobody", 0.0) == ([], [])
+    found = rate_over_time(run.activity, ("rollout", "nobody", "train"), run.first_at)
+    assert set(found) == {"rollout", "train"}
+    for role, (seconds, rates) in found.items():
+        width = seconds[1] - seconds[0]
+        assert sum(r * width for r in rates if r is not None) == pytest.approx(run.roles[role].tokens)
+    assert rate_over_time(run.activity, ("nobody",), 0.0) == {}
 
 
 def test_a_configuration_is_summed_up_in_a_few_phrases():
