@@ -51,8 +51,8 @@ def test_it_stops_at_the_first_check_that_is_right_often_enough():
     assert result.accuracy >= 0.4
     assert greedy_accuracy(model, HELD_OUT) == result.accuracy
     assert not model.training
-    assert len(checks) > 2
-    assert result.loss < checks[1].loss
+    assert len(checks) > 1
+    assert result.loss < math.log(19)  # less than knowing nothing
 
 
 def test_it_learns_all_when_asked_to():
