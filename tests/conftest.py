@@ -1,108 +1,14 @@
-"""What tests of several folders share: a tiny run in real processes that can be killed."""
+"""Fixtures that tests of several folders share."""
 
-import multiprocessing
-import os
-import time
+import shutil
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_contracts.config import RunConfig
 from infra.runs import Run, create_run, load_run
-from tasks.supervise import Supervisor
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-ROLES = ("start", "train", "rollout", "reward", "curate")
-PRELOADED = ["tasks.rollout", "tasks.train", "tasks.start", "tasks.reward", "tasks.curate", "tasks.evaluate"]
-
-TINY = {
-    "name": "test",
-    "steps": 6,
-    "groups_per_step": 4,
-    "samples_per_group": 4,
-    "model": {
-        "type": "tiny",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "warm_start_max_steps": 20,
-        "warm_start_batch": 32,
-    },
-    "rollout": {"engine": {"type": "torch", "slots": 16, "max_length": 16}, "claim_block": 4},
-    "train": {"checkpoint_every": 3, "learning_rate": 1e-3},
-    "evaluate": {"every": 3, "num_prompts": 16},
-    "tracking": {"enabled": False},
-    "staleness": {"max_staleness": 0, "lease_s": 5.0},
-    "orchestration": {"heartbeat_s": 0.2, "heartbeat_limit_s": 60.0},
-}
-
-
-def tiny_config(store: str, **changes: Any) -> RunConfig:
-    """Return the configuration of a run of seconds; `changes` replace fields, dicts are merged."""
-    values = {**TINY, "store": store}
-    for name, value in changes.items():
-        merged = {**values[name], **value} if isinstance(value, dict) and name in values else value
-        values[name] = merged
-    return RunConfig.model_validate(values)
-
-
-def _play(name: str, run_url: str, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    import torch
-
-    torch.set_num_threads(1)
-    from flows.play import announce_failure, play
-
-    try:
-        play(name, run_url)
-    except Exception as error:
-        announce_failure(name, run_url, error)
-        raise
-
-
-class Processes:
-    """Plays the roles of a run, each in a process of its own, forked from a server that has the imports done."""
-
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        self._started: list[BaseProcess] = []
-
-    def start(self, run: Run, name: str, **environment: str) -> BaseProcess:
-        """Start one role."""
-        process = self._context.Process(target=_play, args=(name, run.store.url, environment), name=name)
-        process.start()
-        self._started.append(process)
-        return process
-
-    def start_all(self, run: Run, names: tuple[str, ...] = ROLES, **environment: str) -> list[BaseProcess]:
-        """Open the run, declare dead whoever died before, and start the roles."""
-        supervisor = Supervisor(run.store)
-        supervisor.bury_the_dead()
-        supervisor.open()
-        return [self.start(run, name, **environment) for name in names]
-
-    def join(self, processes: list[BaseProcess], limit_s: float = 120.0) -> None:
-        """Wait until all have ended; raise when they take longer than `limit_s`, which only a hang does."""
-        give_up = time.monotonic() + limit_s
-        for process in processes:
-            process.join(max(give_up - time.monotonic(), 0.0))
-            if process.exitcode is None:
-                raise TimeoutError(f"role {process.name} hangs")
-
-    def kill_all(self) -> None:
-        """Send SIGKILL to everything that still runs."""
-        for process in self._started:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._started.clear()
+from tests.harness import Processes, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -122,5 +28,26 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
 
     def make(**changes: Any) -> Run:
         return load_run(create_run(tiny_config(str(tmp_path / "store"), **changes)).store.url)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _begun(tmp_path_factory: pytest.TempPathFactory, _forkserver: Processes) -> Run:
+    """A run of which only version 0 exists: the warm start is paid for once."""
+    run = create_run(tiny_config(str(tmp_path_factory.mktemp("begun"))), "begun")
+    _forkserver.join(_forkserver.start_all(run, ("start",)))
+    return run
+
+
+@pytest.fixture
+def begun(_begun: Run, tmp_path: Path) -> Callable[..., Run]:
+    """Return a function that makes a run which begins from the same version 0 as all others."""
+
+    def make(name: str = "run", **changes: Any) -> Run:
+        run = create_run(tiny_config(str(tmp_path / "store"), **changes), name)
+        for folder in ("policy", "log/commit"):
+            shutil.copytree(Path(_begun.store.url) / folder, Path(run.store.url) / folder)
+        return run
 
     return make
