@@ -417,6 +417,22 @@ def test_tokens_do_not_depend_on_company_without_determinism_either():
         assert np.abs(result.logprobs - alone[result.key].logprobs).max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outer"), [(128, 384), (384, 128), (128, 19), (100, 48), (576, 1536)])
+def test_matrix_kernels_treat_all_rows_of_one_shape_alike(dtype, inner, outer):
+    # What the deterministic engine rests on; a machine where this fails cannot keep its promise.
+    torch.manual_seed(0)
+    weight, row = torch.randn(outer, inner).to(dtype), torch.randn(inner).to(dtype)
+    for num_rows in (32, 64, 256, 512):
+        others = torch.randn(num_rows, inner).to(dtype)
+        expected = torch.nn.functional.linear(row.expand(num_rows, inner).contiguous(), weight)
+        assert (expected == expected[0]).all()
+        for at in (0, 1, num_rows // 2 + 1, num_rows - 1):
+            mixed = others.clone()
+            mixed[at] = row
+            assert torch.equal(torch.nn.functional.linear(mixed, weight)[at], expected[0])
+
+
 def deterministic_bits():
     """One text that any process must reproduce."""
     torch.set_num_threads(1)
