@@ -14,6 +14,7 @@ from prefect.context import TaskRunContext
 
 from flows.play import FINAL, announce_failure, check_role, play
 
+
 async def _may_retry(_: Task[..., Any], __: TaskRun, state: State) -> bool:
     error = await state.aresult(raise_on_failure=False)
     return not isinstance(error, FINAL)

@@ -1,0 +1,95 @@
+"""A configuration is read once; what is wrong with it is one sentence that names the field."""
+
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from data_contracts.config import LocalModel, RunConfig
+from data_contracts.errors import ConfigError
+from flows.load import SHIPPED, load_run_config
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    assert load_run_config(path).name == path.stem
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("steps = 10\nseed = 1\n[train]\nlearning_rate = 1e-3\n")
+    monkeypatch.setenv("ROLLFLOW_RUN__SEED", "2")
+    monkeypatch.setenv("ROLLFLOW_RUN__STEPS", "20")
+    resolved = load_run_config(config, ["--steps", "30"])
+    assert (resolved.steps, resolved.seed, resolved.train.learning_rate) == (30, 2, 1e-3)
+
+
+def test_a_field_of_another_kind_of_model_is_reached_from_the_command_line() -> None:
+    resolved = load_run_config("tiny", ["--model.type", "local", "--model.path", "folder"])
+    assert resolved.model == LocalModel(path="folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--stepz", "3"], "stepz"),
+        (["--steps", "-3"], r"steps: input should be greater than 0, got '-3'"),
+        (["--staleness.max_staleness", "unbounded"], "needs max_unsettled"),
+        (["--rollout.sampling.temperature", "0"], "temperature: input should be greater than 0"),
+        (["--model.type", "local"], "path: field required"),
+        (["--curate.min_samples", "9"], "min_samples 9 exceeds samples_per_group 8"),
+        (["--train.inner_updates", "99"], "inner_updates 99 exceeds groups_per_step 32"),
+        (["--name", "Not A Name"], "name: string should match pattern"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence_that_names_it(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_run_config("tiny", arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_key_in_a_file_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[train]\nlearning_rat = 1e-3\n")
+    with pytest.raises(ConfigError, match=r"train\.learning_rat: there is no such field"):
+        load_run_config(config)
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("steps = = 3\n")
+    with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML"):
+        load_run_config(config)
+
+
+def test_a_missing_config_lists_the_shipped_ones() -> None:
+    with pytest.raises(ConfigError, match="no such file.*tiny"):
+        load_run_config("no-such-config")
+
+
+def models_in(kind: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
+    """Return every configuration class reachable from `kind`."""
+    if kind in seen:
+        return seen
+    seen.add(kind)
+    for field in kind.model_fields.values():
+        pending = [field.annotation]
+        while pending:
+            annotation = pending.pop()
+            pending.extend(typing.get_args(annotation))
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                models_in(annotation, seen)
+    return seen
+
+
+def test_every_field_says_what_it_means() -> None:
+    undescribed = [
+        f"{kind.__name__}.{name}"
+        for kind in models_in(RunConfig, set())
+        for name, field in kind.model_fields.items()
+        if name != "type" and not field.description
+    ]
+    assert undescribed == []
