@@ -52,8 +52,7 @@ def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise ConfigError(f"cannot read {file.name}: {_first_line(cause)}: pip install 'rollflow[models]'") from cause
     except (OSError, ValueError, LookupError, RuntimeError, struct.error) as cause:
         raise ConfigError(f"cannot read {file.name}: expected a GGUF model, got {_first_line(cause)}") from cause
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     config.dtype = dtype
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(quantized.state_dict())  # casts

@@ -12,11 +12,13 @@ import numpy as np
 import pyarrow as pa
 
 from data_contracts.config import RewardConfig
-from data_contracts.errors import ContractError
 from data_contracts.trajectory import add_columns
 from tasks.envs.protocol import Env, Prompt, Score
 from tasks.envs.registry import Envs
 from tasks.verify import Counts, Job, Outcome, VerifierPool, attempt, judge
+
+Found = tuple[Env, Prompt] | str
+"""What a prompt id stands for, or why that cannot be said."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -51,25 +53,28 @@ def score(
         encode: when given, a row whose prompt tokens are not those of the env's prompt gets no reward: the env
             gives another prompt under this id than it gave to the rollout role.
     """
-    texts = decode(table.column("response_ids").to_pylist())
-    rows = _Rows(table, texts, envs, encode)
-    counts = rows.in_process(config.max_retries)
-    if rows.slow:
-        own = pool or make_pool(envs, config)
-        try:
-            rows.in_pool(own, counts)
-        finally:
-            if pool is None:
-                own.close()
-    scored = add_columns(table, rows.columns())
-    failed = table.column("finish_reason").to_pylist().count("error")
-    errors = sum(isinstance(outcome, str) for outcome in rows.outcomes)
+    jobs = [
+        Job(prompt_id, text, ids)
+        for prompt_id, text, ids in zip(
+            table.column("prompt_id").to_pylist(),
+            decode(table.column("response_ids").to_pylist()),
+            table.column("response_ids").to_pylist(),
+            strict=True,
+        )
+    ]
+    found = _look_up(jobs, envs)
+    if encode is not None:
+        _compare_prompts(found, jobs, table, encode)
+    errors = table.column("error").to_pylist()
+    failed = [f"no response: {error}" if error else "" for error in errors]
+    outcomes, counts = _judge(jobs, found, failed, envs, config, pool)
+    verifiers = [f[0].verifier if isinstance(f := found[job.prompt_id], tuple) else "" for job in jobs]
     return Scored(
-        scored,
+        add_columns(table, _columns(jobs, outcomes, verifiers)),
         {
             "verify/rows": float(table.num_rows),
-            "verify/errors": float(errors),
-            "verify/failed_samples": float(failed),
+            "verify/errors": float(sum(isinstance(outcome, str) for outcome in outcomes)),
+            "verify/failed_samples": float(sum(map(bool, failed))),
             "verify/retries": float(counts.retries),
             "verify/timeouts": float(counts.timeouts),
             "verify/restarts": float(counts.restarts),
@@ -77,85 +82,93 @@ def score(
     )
 
 
+def judge_all(
+    jobs: Sequence[Job], envs: Envs, config: RewardConfig, *, pool: VerifierPool | None = None
+) -> tuple[list[Outcome], Counts]:
+    """Judge responses that are in no batch, for example those of an evaluation, with the same care.
+
+    Returns:
+        For every job a score, or in words why there is none; and what happened beside.
+    """
+    return _judge(jobs, _look_up(jobs, envs), [""] * len(jobs), envs, config, pool)
+
+
 def make_pool(envs: Envs, config: RewardConfig) -> VerifierPool:
     """Return the processes that a role keeps for all its batches; they start when first needed."""
     return VerifierPool(envs, timeout_s=config.timeout_s, max_retries=config.max_retries)
 
 
-class _Rows:
-    """One batch on its way to rewards: an outcome for every row."""
+def _look_up(jobs: Sequence[Job], envs: Envs) -> dict[str, Found]:
+    """Return env and prompt of every prompt id, each looked up once, or why they cannot be had."""
+    return {
+        prompt_id: attempt(lambda prompt_id=prompt_id: (envs.env_of(prompt_id), envs.find(prompt_id)))
+        for prompt_id in {job.prompt_id for job in jobs}
+    }
 
-    def __init__(
-        self, table: pa.Table, texts: list[str], envs: Envs, encode: Callable[[Prompt], list[int]] | None
-    ) -> None:
-        self._envs = envs
-        self._encode = encode
-        self._texts = texts
-        self._prompt_ids = table.column("prompt_id").to_pylist()
-        self._prompt_tokens = table.column("prompt_ids")
-        self._response_ids = table.column("response_ids").to_pylist()
-        self._errors = table.column("error").to_pylist()
-        self._found: dict[str, tuple[Env, Prompt] | str] = {}
-        self._verifiers = [""] * table.num_rows
-        self.outcomes: list[Outcome] = ["not judged"] * table.num_rows
-        self.slow: list[int] = []
-        """Rows left to the pool."""
 
-    def in_process(self, max_retries: int) -> Counts:
-        """Judge the rows of envs that cannot hang, and find those that can."""
-        counts = Counts()
-        for row, prompt_id in enumerate(self._prompt_ids):
-            found = self._find(prompt_id, row)
-            if not isinstance(found, str):
-                self._verifiers[row] = found[0].verifier
-            if self._errors[row]:
-                self.outcomes[row] = f"no response: {self._errors[row]}"
-            elif isinstance(found, str):
-                self.outcomes[row] = found
-            elif found[0].needs_timeout:
-                self.slow.append(row)
-            else:
-                self.outcomes[row] = checked(_judge_here(*found, self._job(row), max_retries, counts))
-        return counts
-
-    def in_pool(self, pool: VerifierPool, counts: Counts) -> None:
-        """Judge the rows of envs that may hang; adds to `counts`."""
-        outcomes, more = pool.verify([self._job(row) for row in self.slow])
-        for row, outcome in zip(self.slow, outcomes, strict=True):
-            self.outcomes[row] = checked(outcome)
-        counts.retries += more.retries
-        counts.timeouts += more.timeouts
-        counts.restarts += more.restarts
-
-    def columns(self) -> dict[str, Sequence[object]]:
-        """Return the columns of the reward stage."""
-        scores = [outcome if isinstance(outcome, Score) else None for outcome in self.outcomes]
-        return {
-            "response_text": self._texts,
-            "reward": [math.nan if score is None else score.reward for score in scores],
-            "reward_names": [[] if score is None else list(score.components) for score in scores],
-            "reward_values": [[] if score is None else list(score.components.values()) for score in scores],
-            "verifier": self._verifiers,
-            "reward_error": [outcome if isinstance(outcome, str) else "" for outcome in self.outcomes],
-        }
-
-    def _job(self, row: int) -> Job:
-        return Job(self._prompt_ids[row], self._texts[row], self._response_ids[row])
-
-    def _find(self, prompt_id: str, row: int) -> tuple[Env, Prompt] | str:
-        """Return env and prompt, or why they cannot be had; looked up once for the rows of a group."""
-        if prompt_id not in self._found:
-            self._found[prompt_id] = attempt(lambda: self._look_up(prompt_id, row))
-        return self._found[prompt_id]
-
-    def _look_up(self, prompt_id: str, row: int) -> tuple[Env, Prompt]:
-        env, prompt = self._envs.env_of(prompt_id), self._envs.find(prompt_id)
-        if self._encode and self._encode(prompt) != self._prompt_tokens[row].as_py():
-            raise ContractError(
-                f"env {env.name} gives another prompt for {prompt_id} here than it gave to the rollout role: "
+def _compare_prompts(
+    found: dict[str, Found], jobs: Sequence[Job], table: pa.Table, encode: Callable[[Prompt], list[int]]
+) -> None:
+    """Put a reason in the place of every prompt that is another here than it was for the rollout role."""
+    given = table.column("prompt_ids")
+    first_rows = {job.prompt_id: row for row, job in reversed(list(enumerate(jobs)))}
+    for prompt_id, row in first_rows.items():
+        here = found[prompt_id]
+        if isinstance(here, str):
+            continue
+        prompt = here[1]
+        ids = attempt(lambda prompt=prompt: encode(prompt))
+        if ids != given[row].as_py():
+            found[prompt_id] = (
+                f"env {here[0].name} gives another prompt for {prompt_id} here than it gave to the rollout role: "
                 "use the same versions of its packages everywhere"
             )
-        return env, prompt
+
+
+def _judge(
+    jobs: Sequence[Job],
+    found: dict[str, Found],
+    failed: Sequence[str],
+    envs: Envs,
+    config: RewardConfig,
+    pool: VerifierPool | None,
+) -> tuple[list[Outcome], Counts]:
+    """Judge the jobs that have not failed already: in this process, or in the pool those that may hang."""
+    counts = Counts()
+    outcomes: list[Outcome] = []
+    slow: list[int] = []
+    for number, job in enumerate(jobs):
+        here = found[job.prompt_id]
+        if failed[number] or isinstance(here, str):
+            outcomes.append(failed[number] or str(here))
+        elif here[0].needs_timeout:
+            outcomes.append("not judged")
+            slow.append(number)
+        else:
+            outcomes.append(_judge_here(*here, job, config.max_retries, counts))
+    if slow:
+        own = pool or make_pool(envs, config)
+        try:
+            answers, more = own.verify([jobs[number] for number in slow])
+        finally:
+            if pool is None:
+                own.close()
+        for number, answer in zip(slow, answers, strict=True):
+            outcomes[number] = answer
+        counts = Counts(counts.retries + more.retries, more.timeouts, more.restarts)
+    return [checked(outcome) for outcome in outcomes], counts
+
+
+def _columns(jobs: Sequence[Job], outcomes: Sequence[Outcome], verifiers: Sequence[str]) -> dict[str, Sequence[object]]:
+    scores = [outcome if isinstance(outcome, Score) else None for outcome in outcomes]
+    return {
+        "response_text": [job.response_text for job in jobs],
+        "reward": [math.nan if score is None else score.reward for score in scores],
+        "reward_names": [[] if score is None else list(score.components) for score in scores],
+        "reward_values": [[] if score is None else list(score.components.values()) for score in scores],
+        "verifier": verifiers,
+        "reward_error": [outcome if isinstance(outcome, str) else "" for outcome in outcomes],
+    }
 
 
 def checked(outcome: Outcome) -> Outcome:
