@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping
 from data_contracts.errors import ContractError
 
 METRICS: dict[str, tuple[str, str]] = {
+    "warm_start/steps": ("steps", "supervised steps before version 0"),
+    "warm_start/accuracy": ("fraction", "held-out prompts that version 0 answers exactly"),
+    "warm_start/seconds": ("s", "wall-clock time of the warm start"),
     "loss/total": ("loss", "what the optimizer minimized: surrogate and regularizers, mean over inner updates"),
     "loss/policy": ("loss", "the surrogate alone"),
     "loss/regularizers": ("loss", "the regularizers alone"),

@@ -5,6 +5,7 @@ import importlib
 from data_contracts.errors import ConfigError, ProtocolError, RoleFailed, RunStopped, TrainingDiverged
 from infra.runs import load_run
 from tasks.role import Role, append_control
+from tasks.supervise import EXPENDABLE
 
 ROLES = ("start", "rollout", "reward", "curate", "train", "evaluate", "export")
 
@@ -30,8 +31,11 @@ def play(name: str, run_url: str) -> str:
 
 
 def announce_failure(name: str, run_url: str, error: BaseException) -> None:
-    """Tell every other role that this one is dead for good, with its own error."""
-    if not isinstance(error, RoleFailed):  # that one is another role's news, already told
+    """Tell every other role that this one is dead for good, with its own error.
+
+    The exporter is no reason to end a run: its view can be made again from the records.
+    """
+    if name not in EXPENDABLE and not isinstance(error, RoleFailed):  # that one is another role's news, already told
         store = load_run(run_url).store
         append_control(store, "supervisor", "fail", role=name, error=f"{type(error).__name__}: {error}")
 

@@ -13,8 +13,8 @@ import torch
 from data_contracts.config import RunConfig
 from data_contracts.records import Commit, Evaluation
 from infra.log import Log
-from models.requests import Finished, Request, stop_texts
 from models.policy import build_policy
+from models.requests import Finished, Request, stop_texts
 from tasks.engine import make_engine
 from tasks.envs.protocol import Prompt
 from tasks.envs.registry import Envs, build_envs

@@ -25,8 +25,8 @@ from infra.crash import point
 from infra.log import Log
 from infra.objects import put_batch
 from models.engine import Engine
-from models.requests import Finished, Request, stop_texts
 from models.policy import build_policy
+from models.requests import Finished, Request, stop_texts
 from tasks.curriculum import CurriculumReader
 from tasks.engine import make_engine
 from tasks.envs.registry import Envs, build_envs

@@ -9,11 +9,13 @@ import socket
 
 import psutil
 
-from data_contracts.errors import RoleFailed
 from data_contracts.records import Control, Heartbeat
 from infra.log import Log
 from infra.store import Store
 from tasks.role import append_control, read_heartbeats
+
+EXPENDABLE = ("export",)
+"""Roles that a run goes on without: what they show can be made again from the records."""
 
 
 class Supervisor:
@@ -42,9 +44,7 @@ class Supervisor:
 
     def settle_role(self, name: str, error: BaseException | None) -> None:
         """Take note that a role is over; a failure that nobody announced is announced now."""
-        if error is None or isinstance(error, RoleFailed) and self.failure():
-            return
-        if not self.failure():
+        if error is not None and name not in EXPENDABLE and not self.failure():
             append_control(self._store, self._writer, "fail", role=name, error=f"{type(error).__name__}: {error}")
 
     def stop_if_open(self, reason: str) -> None:
