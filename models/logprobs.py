@@ -47,7 +47,13 @@ def head_of(model: PreTrainedModel) -> Head:
 
 
 def target_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: Tensor | None = None, *, entropy_grad: bool = False
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: Tensor | None = None,
+    *,
+    entropy_grad: bool = False,
+    max_logits: int = MAX_LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability of `targets` and entropy of the distribution, [N] float32 each.
 
@@ -57,9 +63,11 @@ def target_logprobs(
         targets: [N] token ids.
         temperature: [N] divides the logits; None is 1.
         entropy_grad: whether the entropy carries a gradient.
+        max_logits: logits computed at once, in elements; a row at least.
     """
+    chunk = max(1, max_logits // len(head.weight))
     return _TargetLogprobs.apply(
-        hidden, head.weight, head.bias, targets, temperature, head.scale, head.softcap, entropy_grad
+        hidden, head.weight, head.bias, targets, temperature, head.scale, head.softcap, entropy_grad, chunk
     )
 
 
@@ -75,10 +83,11 @@ class _TargetLogprobs(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         entropy_grad: bool,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in _chunks(len(hidden), len(weight)):
+        for rows in _chunks(len(hidden), chunk):
             logits, _ = _logits(
                 hidden[rows], weight, bias, None if temperature is None else temperature[rows], scale, softcap
             )
@@ -87,7 +96,7 @@ class _TargetLogprobs(torch.autograd.Function):
             normal = logits.sub_(log_total[rows, None])
             entropy[rows] = -(normal.exp() * normal.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_total, entropy)
-        ctx.scale, ctx.softcap = scale, softcap
+        ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         ctx.entropy_grad = entropy_grad
@@ -99,7 +108,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for rows in _chunks(len(hidden), len(weight)):
+        for rows in _chunks(len(hidden), ctx.chunk):
             heat = None if temperature is None else temperature[rows]
             logits, slope = _logits(hidden[rows], weight, bias, heat, ctx.scale, ctx.softcap)
             normal = logits.sub_(log_total[rows, None])
@@ -116,11 +125,10 @@ class _TargetLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None
 
 
-def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
-    step = max(1, MAX_LOGITS // vocabulary)
+def _chunks(num_rows: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 

@@ -120,7 +120,8 @@ def m2po_margins(log: Tensor, advantages: Tensor, cfg: M2po) -> tuple[float, flo
     left = torch.arange(count - 1, -1, -1, dtype=torch.float64, device=moments.device)
     over = torch.nonzero(moments * left + moments.cumsum(0) >= cfg.budget * count)[:, 0]
     first = int(over[0]) if over.numel() else count - 1
-    tau = moments[first - 1].sqrt().item() if first else 0.0
+    # a hair less, so that the token that gave tau lies outside
+    tau = math.sqrt(max(moments[first - 1].item() - 1e-12, 0.0)) if first else 0.0
     return max(1 - math.exp(-tau), cfg.floor_low), max(math.exp(tau) - 1, cfg.floor_high)
 
 

@@ -141,6 +141,21 @@ class Optimizer:
                 raise ContractError(f"checkpoint: {name}: expected float32 {list(tensor.shape)}, got {got}")
         self._load(tensors, int(scalars["updates"]))
 
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the model's weights by name; a master whose rounded value is the same keeps its precision.
+
+        Raises:
+            ContractError: a weight is missing or of another shape.
+        """
+        odd = [n for n, p in self.parameters.items() if n not in weights or weights[n].shape != p.shape]
+        if odd:
+            raise ContractError(f"weights: expected every parameter of this model in its shape, but {odd[:4]} differ")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                master, given = self.masters[name], weights[name].to(parameter.device).float()
+                master.copy_(torch.where(given == parameter.float(), master, given))
+        self._publish()
+
     def _tensors(self) -> dict[str, Tensor]:
         found = {}
         for name, master in self.masters.items():
@@ -150,6 +165,7 @@ class Optimizer:
             found[f"exp_avg_sq/{name}"] = state["exp_avg_sq"]
         return found
 
+    @torch.no_grad()
     def _load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         for name, tensor in self._tensors().items():
             tensor.copy_(tensors[name])

@@ -165,6 +165,16 @@ class Trainer:
         """
         self._optimizer.load(tensors, scalars)
 
+    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over published weights by name; the optimizer's moments stay.
+
+        In bfloat16, master weights that round to the published value keep their precision.
+
+        Raises:
+            ContractError: a weight is missing or of another shape.
+        """
+        self._optimizer.adopt(weights)
+
     def _updates(self, step: _Step) -> None:
         plan = self._plan(step.data)
         step.packed_tokens = sum(part.packed.num_rows for update in plan for part in update.parts)

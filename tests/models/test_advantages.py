@@ -1,0 +1,157 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_contracts.algorithm import AsymRe, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
+from data_contracts.errors import ContractError
+from models.advantages import ADVANTAGES, Outcomes
+
+
+def outcomes(rewards, group, lengths=None, components=None) -> Outcomes:
+    names = sorted(set(group), key=list(group).index)
+    lengths = lengths or [1] * len(rewards)
+    sequence = torch.repeat_interleave(torch.arange(len(rewards)), torch.tensor(lengths))
+    return Outcomes(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([names.index(g) for g in group]),
+        len(names),
+        torch.ones(len(sequence), dtype=torch.bool),
+        sequence,
+        {name: torch.tensor(values, dtype=torch.float64) for name, values in (components or {}).items()},
+    )
+
+
+def advantages(cfg, *args, **kwargs) -> torch.Tensor:
+    return ADVANTAGES[type(cfg)](outcomes(*args, **kwargs), cfg)
+
+
+def assert_close(got, want):
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+def test_grpo_matches_the_reference_but_gives_a_lone_sample_nothing(reference):
+    case = reference("adv.grpo_std")
+    got = advantages(Grpo(eps=1e-6), case["inputs"]["rewards"], case["inputs"]["group"])
+    assert_close(got, [*case["expected"]["adv"][:-1], 0.0])
+
+
+def test_grpo_without_std_is_dr_grpo(reference):
+    case = reference("adv.dr_grpo")
+    got = advantages(Grpo(std="none"), case["inputs"]["rewards"], case["inputs"]["group"])
+    assert_close(got, [*case["expected"]["adv"][:-1], 0.0])
+
+
+@pytest.mark.parametrize(
+    ("std", "divisor"), [("unbiased", math.sqrt(1 / 3)), ("biased", 0.5), ("batch", math.sqrt(1 / 3))]
+)
+def test_grpo_divides_by_the_chosen_deviation(std, divisor):
+    assert_close(advantages(Grpo(std=std, eps=0), [1, 0, 0, 1], "aaaa"), [x / divisor for x in (0.5, -0.5, -0.5, 0.5)])
+
+
+def test_batch_deviation_spans_all_groups():
+    got = advantages(Grpo(std="batch", eps=0), [1.0, 0.0, 5.0, 5.0], "aabb")
+    std = torch.tensor([1.0, 0.0, 5.0, 5.0], dtype=torch.float64).std().item()
+    assert_close(got, [0.5 / std, -0.5 / std, 0.0, 0.0])
+
+
+def test_rloo_compares_with_the_others(reference):
+    case = reference("adv.rloo")
+    got = advantages(Rloo(), case["inputs"]["rewards"], case["inputs"]["group"])
+    assert_close(got, case["expected"]["adv_vectorized_singleton_zero"])
+
+
+def test_opo_weights_the_baseline_by_length(reference):
+    case = reference("adv.opo")
+    per_token = advantages(Opo(), case["inputs"]["rewards"], case["inputs"]["group"], case["inputs"]["lengths"])
+    first = torch.tensor([0, 4, 6, 12])
+    assert_close(per_token[first], case["expected"]["adv"])
+
+
+def test_mc_grpo_uses_the_lower_median(reference):
+    case = reference("adv.mc_grpo")
+    rewards = case["inputs"]["rewards"]
+    assert_close(advantages(McGrpo(), rewards, "aaaaa"), case["expected"]["adv_math_script"])
+    assert_close(advantages(McGrpo(rescale=True), rewards, "aaaaa"), case["expected"]["adv_gsm_script_rescaled"])
+
+
+def test_gdpo_normalizes_each_component_and_then_the_step(reference):
+    case = reference("adv.gdpo_seq")
+    rows = case["inputs"]["rewards_per_func"]
+    components = {"a": [row[0] for row in rows], "b": [row[1] for row in rows]}
+    got = advantages(Gdpo(), [sum(row) for row in rows], "aaaabbbb", components=components)
+    assert_close(got, case["expected"]["adv"])
+
+
+def test_gdpo_names_a_component_that_is_not_there():
+    with pytest.raises(ContractError, match="style"):
+        advantages(Gdpo(component_weights={"style": 2.0}), [0, 1], "aa", components={"correct": [0, 1]})
+
+
+def test_gdpo_skips_missing_values():
+    nan = float("nan")
+    got = advantages(Gdpo(), [0, 1, 0, 1], "aaaa", components={"a": [0, 1, 0, 1], "b": [nan, nan, nan, nan]})
+    assert got.isfinite().all()
+    assert got[1] > 0 > got[0]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "want"),
+    [
+        (MaxRl(), [1, -1, -1, 1]),
+        (AsymRe(shift=-0.1), [0.6, -0.4, -0.4, 0.6]),
+        (Gpg(), [1, -1, -1, 1]),
+    ],
+)
+def test_short_formulas_by_hand(cfg, want):
+    assert_close(advantages(cfg, [1.0, 0.0, 0.0, 1.0], "aaaa"), [float(x) for x in want])
+
+
+def test_maxrl_is_zero_without_any_success():
+    assert advantages(MaxRl(), [0, 0, -1, 1], "aaaa").tolist() == [0, 0, 0, 0]
+
+
+def test_reinforce_pp_whitens_over_tokens():
+    got = advantages(ReinforcePlusPlus(), [1.0, 0.0], "ab", [2, 2])
+    assert got.tolist() == pytest.approx([0.8660254, 0.8660254, -0.8660254, -0.8660254], abs=1e-6)
+
+
+def test_reinforce_pp_baseline_centers_groups_first():
+    plain = advantages(ReinforcePlusPlus(group_baseline=True), [5.0, 4.0, 1.0, 0.0], "aabb")
+    assert plain.tolist() == pytest.approx([0.8660254, -0.8660254, 0.8660254, -0.8660254], abs=1e-6)
+
+
+GROUP_RELATIVE = [
+    Grpo(),
+    Grpo(std="biased"),
+    Grpo(std="batch"),
+    Grpo(std="none"),
+    Rloo(),
+    Opo(),
+    MaxRl(),
+    McGrpo(),
+    Gdpo(),
+    Gpg(),
+]
+
+
+@pytest.mark.parametrize("cfg", GROUP_RELATIVE, ids=lambda cfg: f"{cfg.type}-{getattr(cfg, 'std', '')}")
+@given(value=st.floats(-1e6, 1e6), size=st.integers(2, 9))
+@settings(max_examples=30, deadline=None)
+def test_equal_rewards_give_exactly_nothing(cfg, value, size):
+    rewards = [value] * size + [0.0, 1.0]
+    got = advantages(cfg, rewards, "a" * size + "bb", [3] * (size + 2), components={"r": rewards})
+    assert (got[: 3 * size] == 0).all()
+
+
+@pytest.mark.parametrize("cfg", [*GROUP_RELATIVE, AsymRe(), ReinforcePlusPlus()], ids=lambda cfg: cfg.type)
+@given(rewards=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_finite_rewards_give_finite_advantages(cfg, rewards, data):
+    group = data.draw(st.lists(st.sampled_from("abc"), min_size=len(rewards), max_size=len(rewards)))
+    lengths = data.draw(st.lists(st.integers(0, 3), min_size=len(rewards), max_size=len(rewards)))
+    got = advantages(cfg, rewards, group, lengths, components={"r": rewards})
+    assert got.isfinite().all()
+    assert len(got) == sum(lengths)

@@ -1,0 +1,110 @@
+import math
+
+import pytest
+import torch
+
+from data_contracts.algorithm import (
+    InterpolatedProximal,
+    MaskedWeights,
+    NoWeights,
+    OffPolicySequenceMask,
+    TruncatedWeights,
+    Veto,
+)
+from models.importance import FILTERS, PROXIMALS, WEIGHTS
+from models.tokens import select
+
+
+@pytest.fixture
+def case_batch(reference, token_batch):
+    def build(name):
+        inputs = reference(name)["inputs"]
+        rollout = torch.tensor(inputs["logp_rollout"])
+        return token_batch(inputs["logp_old"], inputs["mask"], proximal=inputs["logp_old"], behavior=rollout)
+
+    return build
+
+
+def weighted(batch, cfg):
+    weights, kept = WEIGHTS[type(cfg)](batch, cfg)
+    return select(kept, weights).view(3, 4)
+
+
+def assert_close(got, want):
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_truncation_matches_the_reference(case_batch, reference, level):
+    got = weighted(case_batch("is.tis"), TruncatedWeights(level=level, cap=2.0))
+    assert_close(got, reference("is.tis")["expected"][level])
+
+
+def test_truncation_keeps_every_token(case_batch):
+    batch = case_batch("is.tis")
+    assert (WEIGHTS[TruncatedWeights](batch, TruncatedWeights())[1] == batch.mask).all()
+
+
+def test_token_band_matches_the_reference(case_batch, reference):
+    got = weighted(case_batch("is.mis"), MaskedWeights(low=0.5, high=2.0))
+    assert_close(got, reference("is.mis")["expected"]["token_weight"])
+
+
+def test_sequence_band_drops_whole_sequences(case_batch, reference):
+    got = weighted(case_batch("is.mis"), MaskedWeights(level="sequence", low=0.5, high=2.1))
+    assert_close(got[:, 0], reference("is.mis")["expected"]["sequence_weight"])
+
+
+def test_geometric_weight_is_the_mean_log_ratio(token_batch):
+    batch = token_batch([[0.0, 0.0, 0.0]], [[1, 1, 1]], proximal=[[-1.0, -1.0, -1.0]], behavior=[[-1.1, -0.8, -1.9]])
+    weights, kept = WEIGHTS[MaskedWeights](batch, MaskedWeights(level="geometric", high=2.0))
+    assert weights.tolist() == pytest.approx([math.exp(0.8 / 3)] * 3)
+    assert kept.all()
+
+
+def test_bounds_belong_to_the_band(token_batch):
+    batch = token_batch([[0.0, 0.0]], [[1, 1]], proximal=[[0.0, 0.0]], behavior=[[0.0, 0.0]])
+    assert WEIGHTS[MaskedWeights](batch, MaskedWeights(low=1.0, high=2.0))[1].all()
+
+
+@pytest.mark.parametrize("cfg", [NoWeights(), TruncatedWeights(), TruncatedWeights(level="sequence"), MaskedWeights()])
+def test_nothing_masked_reaches_the_weights(token_batch, cfg):
+    bad = [[-1.0, math.nan], [math.nan, math.inf]]
+    batch = token_batch([[-1.0, -1.0]] * 2, [[1, 0], [0, 0]], proximal=bad, behavior=bad)
+    weights, kept = WEIGHTS[type(cfg)](batch, cfg)
+    assert select(kept, weights).tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_extreme_ratios_stay_finite(token_batch):
+    batch = token_batch([[0.0, 0.0]], [[1, 1]], proximal=[[-0.0, -500.0]], behavior=[[-500.0, -0.0]])
+    ratio = WEIGHTS[MaskedWeights](batch, MaskedWeights())[0]
+    assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+@pytest.mark.parametrize(("space", "key"), [("log", "loglinear"), ("probability", "linear")])
+def test_interpolated_proximal_matches_the_reference(reference, token_batch, space, key):
+    case = reference("loss.a3po_prox")
+    inputs = case["inputs"]
+    batch = token_batch(
+        inputs["logp_new_detached"],
+        [[1] * 4] * 3,
+        behavior=inputs["logp_behave"],
+        versions=inputs["versions"],
+        version=case["params"]["v_theta"],
+    )
+    got = PROXIMALS[InterpolatedProximal](batch, InterpolatedProximal(space=space))
+    assert_close(got.view(3, 4), case["expected"][key])
+    assert not got.requires_grad
+
+
+def test_opsm_drops_bad_sequences_that_became_unlikely(token_batch):
+    logp = [[-2.0, -2.0], [-2.0, -2.0], [-1.1, -1.1]]
+    batch = token_batch(logp, [[1, 1]] * 3, behavior=[[-1.0, -1.0]] * 3, advantages=[[-1.0] * 2, [1.0] * 2, [-1.0] * 2])
+    kept = FILTERS[OffPolicySequenceMask](batch, OffPolicySequenceMask(delta=0.5))
+    assert kept.tolist() == [False, False, True, True, True, True]
+
+
+def test_veto_drops_the_sequence_of_a_nearly_impossible_token(token_batch):
+    logp = [[-1.0, -20.0], [-1.0, -1.0], [-1.0, -20.0]]
+    batch = token_batch(logp, [[1, 1], [1, 1], [1, 0]], behavior=[[-1.0, -1.0]] * 3)
+    assert FILTERS[Veto](batch, Veto(threshold=1e-4)).tolist() == [False, False, True, True, True, False]
