@@ -107,10 +107,11 @@ def compare(name: str, groups: list[list[Sample]], runs: int) -> None:
     result = trainer.step(groups, version=0, max_staleness=None)
     plain = best_of(runs, lambda: padded.step(groups))
     packed = best_of(runs, lambda: trainer.step(groups, version=0, max_staleness=None))
-    rows = result.metrics["train/packed_tokens"]
+    rows, full = result.metrics["train/packed_tokens"], result.metrics["train/padded_tokens"]
     print(
-        f"{name:<30} padded {plain:6.3f} s {tokens / plain:7.0f} tok/s   packed {packed:6.3f} s {tokens / packed:7.0f} "
-        f"tok/s   x{plain / packed:.2f}   ({tokens} response tokens, {rows:.0f} rows of {result.metrics['train/padded_tokens']:.0f})"
+        f"{name:<30} padded {plain:6.3f} s {tokens / plain:7.0f} tok/s   packed {packed:6.3f} s "
+        f"{tokens / packed:7.0f} tok/s   x{plain / packed:.2f}   "
+        f"({tokens} response tokens, {rows:.0f} rows of {full:.0f})"
     )
 
 

@@ -67,7 +67,7 @@ def make_model() -> Callable[..., LlamaForCausalLM]:
             "tie_word_embeddings": True,
             "pad_token_id": 0,
         }
-        model = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
+        model: Any = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

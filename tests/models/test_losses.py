@@ -237,5 +237,6 @@ def test_finite_inputs_give_finite_losses_and_gradients(cfg, data):
     loss = total(batch, cfg)
     loss.backward()
     assert loss.isfinite()
+    assert logp.grad is not None
     assert logp.grad.isfinite().all()
     assert (logp.grad[~batch.mask] == 0).all()

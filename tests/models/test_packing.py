@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, G
 from data_contracts.errors import ConfigError
 from models.packing import microbatches, pack, packed_logprobs, verify_packing
 
-SMALL = dict(
+SMALL: dict[str, Any] = dict(
     vocab_size=23,
     hidden_size=32,
     intermediate_size=48,
