@@ -97,6 +97,7 @@ class Engine:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._deterministic = deterministic
         self._max_length = _usable_length(model, max_length)
+        self._vocab_size = model.config.get_text_config().vocab_size
         self._num_slots = slots
         num_rows = -(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE if deterministic else slots
         self._store = KeyValues(num_rows, self._max_length, fixed=deterministic)
@@ -154,13 +155,20 @@ class Engine:
         """Queue a request; it takes a slot in the order of arrival.
 
         Raises:
-            EngineError: the prompt is empty, leaves no room for a token, or a sampling parameter is out of range.
+            EngineError: the prompt is empty, leaves no room for a token or has ids outside of the vocabulary, or a
+                sampling parameter is out of range.
         """
         num = len(request.prompt_ids)
         if not 0 < num < self._max_length:
             raise EngineError(
                 f"request {request.key}: prompt has {num} tokens, expected 1 to {self._max_length - 1} "
                 f"(max_length {self._max_length}): shorten it or raise the engine's max_length"
+            )
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= self._vocab_size:
+            raise EngineError(
+                f"request {request.key}: prompt ids reach from {low} to {high}, expected 0 to {self._vocab_size - 1}: "
+                "encode it with the model's own tokenizer"
             )
         if request.max_new_tokens < 1 or request.temperature < 0 or not 0 < request.top_p <= 1 or request.top_k < 0:
             raise EngineError(

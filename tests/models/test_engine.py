@@ -505,6 +505,8 @@ def test_memory_grows_with_the_sequences_and_keeps_them():
     [
         ({"prompt_ids": []}, "prompt has 0 tokens"),
         ({"prompt_ids": [3] * 64}, "prompt has 64 tokens, expected 1 to 63"),
+        ({"prompt_ids": [3, VOCAB]}, "prompt ids reach from 3 to 37, expected 0 to 36"),
+        ({"prompt_ids": [3, -1]}, "prompt ids reach from -1 to 3"),
         ({"max_new_tokens": 0}, "expected max_new_tokens >= 1"),
         ({"temperature": -1.0}, "temperature >= 0"),
         ({"top_p": 0.0}, "0 < top_p"),
