@@ -307,13 +307,15 @@ def test_exactly_the_data_sets_known_as_unstable_differ_between_processes():
         "    order = [0, 3, 7, 1] if sys.argv[1] == 'a' else [7, 3, 1, 0]\n"
         "    made = {i: (data[i]['question'], str(data[i]['answer'])) for i in order}\n"
         "    return hashlib.sha256(repr(sorted(made.items())).encode()).hexdigest()\n"
-        "for name in sorted(DATASETS.keys() - {'composite'}):\n    print('@', name, digest(name))"
+        "for name in sorted(DATASETS.keys() - {'composite'}):\n    print('\\n@', name, digest(name))"
     )
     said = [
         subprocess.run([sys.executable, "-c", code, a], env={"PYTHONHASHSEED": a_seed}, capture_output=True, check=True)
         for a, a_seed in (("a", "1"), ("b", "2"))
     ]
-    first, second = (dict(line.split()[1:] for line in s.stdout.decode().splitlines() if line[0] == "@") for s in said)
+    first, second = (
+        dict(line.split()[1:] for line in s.stdout.decode().splitlines() if line.startswith("@")) for s in said
+    )
     assert len(first) == 105
     assert {name for name in first if first[name] != second[name]} == UNSTABLE
 
