@@ -24,8 +24,6 @@ MARKERS = (COMMIT_MARKER, EVALUATION_MARKER)
 HEADLINES = ("eval/accuracy", "eval/reward")
 """Evaluation metrics that decide the champion: the first one that an evaluation has."""
 
-Gathered = Curated | Raw | Scored
-
 
 @dataclass(frozen=True)
 class Point:
@@ -121,18 +119,17 @@ def model_name(config: RunConfig) -> str:
     return f"{config.name}-{_digest(compared)[:8]}"
 
 
-def commit_points(commit: Commit, gathered: Sequence[Gathered]) -> list[Point]:
-    """Return a commit's metrics, those that arrived with the records it saw first, and its marker, last.
+def commit_points(commit: Commit, told: Sequence[Curated | Raw | Scored]) -> list[Point]:
+    """Return a commit's metrics, what the other roles did meanwhile, and the commit's marker, last.
 
     Args:
         commit: the step.
-        gathered: records of other logs that this commit's writer had seen and the one before had not; their
-            metrics are averaged, weighted by groups. The commit's own value wins.
+        told: the records of the other roles that fall to it (see `infra.windows`).
 
     Raises:
         ContractError: a name is not declared in data_contracts/metrics.py.
     """
-    values = average_metrics(gathered) | commit.metrics
+    values = add_up(told) | commit.metrics
     return _points(values, commit.version, _ms(commit.at)) + [
         Point(COMMIT_MARKER, float(commit.version), _ms(commit.at), commit.version)
     ]
@@ -156,27 +153,25 @@ def _points(values: Mapping[str, float], step: int, at_ms: int) -> list[Point]:
     return [Point(safe_key(key), float(value), at_ms, step) for key, value in sorted(values.items())]
 
 
-def average_metrics(records: Sequence[Gathered]) -> dict[str, float]:
-    """Return the mean of each metric over the records that have it, weighted by their number of groups."""
+def add_up(records: Sequence[Curated | Raw | Scored]) -> dict[str, float]:
+    """Return what the roles did, summed over their records, under the role's name where a name has no folder.
+
+    Besides the sums: the share of its time that each role waited (<role>/idle), and the tokens sampled by
+    second of work (rollout/tokens_per_s).
+    """
+    roles: dict[type[BaseModel], str] = {Raw: "rollout", Scored: "verify", Curated: "curate"}
     sums: dict[str, float] = {}
-    weights: dict[str, int] = {}
     for record in records:
-        groups = len(record.verdicts) if isinstance(record, Curated) else len(record.groups)
-        for key, value in record.metrics.items() if groups else ():
-            sums[key] = sums.get(key, 0.0) + groups * value
-            weights[key] = weights.get(key, 0) + groups
-    return {key: sums[key] / weights[key] for key in sums}
-
-
-def seen_first(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, type[Gathered], range]]:
-    """Return (log, kind, record numbers) that a commit's writer had seen and the one of the commit before had not."""
-    kinds: dict[str, type[Gathered]] = {"curated": Curated, "raw": Raw, "scored": Scored}
-    ranges = []
-    for log, stop in sorted(after.items()):
-        kind = kinds.get(log.removeprefix("log/").split("/")[0])
-        if kind is not None and stop > before.get(log, 0):
-            ranges.append((log, kind, range(before.get(log, 0), stop)))
-    return ranges
+        for name, value in record.metrics.items():
+            key = name if "/" in name else f"{roles[type(record)]}/{name}"
+            sums[key] = sums.get(key, 0.0) + value
+    for role in roles.values():
+        busy_s, waiting_s = sums.get(f"{role}/busy_s", 0.0), sums.get(f"{role}/waiting_s", 0.0)
+        if busy_s + waiting_s > 0:
+            sums[f"{role}/idle"] = waiting_s / (busy_s + waiting_s)
+    if sums.get("rollout/busy_s", 0.0) > 0 and "rollout/tokens" in sums:
+        sums["rollout/tokens_per_s"] = sums["rollout/tokens"] / sums["rollout/busy_s"]
+    return sums
 
 
 def is_registered(version: int, config: RunConfig) -> bool:
@@ -219,6 +214,11 @@ def version_tags(commit: Commit, run_id: str, store_url: str, lineage_path: str)
         "rollflow.trained_tickets": str(commit.num_trained),
         "rollflow.trained_tokens": str(commit.num_tokens),
     }
+
+
+def weights_folder(commit: Commit) -> str:
+    """Return the key of the folder that holds the version's weights; empty if nothing was published for it."""
+    return commit.weights.objects[0].key.rpartition("/")[0] if commit.weights.objects else ""
 
 
 def headline(evaluation: Evaluation) -> tuple[str, float] | None:

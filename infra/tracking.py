@@ -32,9 +32,10 @@ from data_contracts.config import RunConfig
 from data_contracts.errors import ConfigError, ProtocolError, ServiceError
 from data_contracts.records import Commit, Control, Evaluation, Record
 from infra import history, settings
-from infra.history import Gathered, Point
+from infra.history import Point
 from infra.log import Log
 from infra.store import Store
+from infra.windows import Windows
 
 settings.apply_defaults()  # MLflow reads its environment, telemetry first of all, when it is imported
 
@@ -102,6 +103,7 @@ class Exporter:
         self._run_id = run_id
         self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         self._commits = Log(store, "log/commit", Commit)
+        self._windows = Windows(store)
         self._control = Cached(Log(store, "log/control", Control))
         self._evaluations = Cached(Log(store, "log/eval", Evaluation))
         self._model_name = history.model_name(config)
@@ -213,7 +215,7 @@ class Exporter:
         """Export successive commits; `before` is the one before the first."""
         pending: list[Point] = []
         for commit in commits:
-            points = history.commit_points(commit, self._gather(before, commit))
+            points = history.commit_points(commit, self._windows.read(before, commit))
             if len(pending) + len(points) > MAX_METRICS_PER_CALL:
                 self._log_points(run, pending)
                 pending = []
@@ -224,13 +226,6 @@ class Exporter:
             pending += points
             before = commit
         self._log_points(run, pending)
-
-    def _gather(self, before: Commit | None, commit: Commit) -> list[Gathered]:
-        """Return the records of other logs that this commit's writer had seen and that of the one before had not."""
-        gathered: list[Gathered] = []
-        for path, kind, numbers in history.seen_first(before.positions if before else {}, commit.positions):
-            gathered += Log(self._store, path, kind).read_from(numbers.start, limit=len(numbers))
-        return gathered
 
     def _log_points(self, run: Run, points: Sequence[Point], model_id: str | None = None) -> None:
         for part in _cut(points, MAX_METRICS_PER_CALL):
@@ -310,7 +305,7 @@ class Exporter:
                 source_run_id=run.info.run_id,
                 tags={"mlflow.model.isExternal": "true", "rollflow.run_id": self._run_id},
                 params={
-                    "uri": history.shorten(f"{self._store.url}/{commit.weights.objects[0].key}"),
+                    "uri": f"{self._store.url}/{history.weights_folder(commit)}",
                     "version": str(commit.version),
                     "digest": commit.weights.digest,
                 },

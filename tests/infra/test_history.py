@@ -4,13 +4,10 @@ import pytest
 
 from data_contracts.config import AdditionEnv, ReasoningGymEnv, RunConfig, TrackingConfig, TrainConfig
 from data_contracts.errors import ContractError
-from data_contracts.records import Control, Curated, Evaluation, Verdict
+from data_contracts.records import BatchRef, Control, Evaluation, Raw, Scored
 from infra import history
 
-
-def curated(metrics: dict[str, float], num_verdicts: int) -> Curated:
-    verdicts = tuple(Verdict(ticket=ticket, accepted=True) for ticket in range(num_verdicts))
-    return Curated(writer="c", verdicts=verdicts, covers={}, num_accepted=0, num_refused=0, metrics=metrics)
+BATCH = BatchRef(key="batch/0.arrow", num_bytes=1, sha256="0", num_rows=1)
 
 
 def control(*kinds: str) -> list[Control]:
@@ -58,17 +55,22 @@ def test_policies_share_a_name_exactly_when_their_evaluations_compare():
     assert history.model_name(base) != history.model_name(RunConfig(name="sums", envs=(AdditionEnv(max_operand=9),)))
 
 
-def test_a_commit_says_its_own_metrics_and_those_it_saw_first_with_the_marker_last(make_commit):
+def test_a_commit_says_its_metrics_and_what_the_roles_did_with_the_marker_last(make_commit):
     commit = make_commit(7, metrics={"reward/mean": 0.5})
-    gathered = [
-        curated({"reward/mean": 9.0, "length/mean": 4.0}, num_verdicts=1),
-        curated({"length/mean": 8.0}, num_verdicts=3),
-        curated({"length/mean": 1e9}, num_verdicts=0),
+    told = [
+        Raw(writer="r", batch=BATCH, groups=(), metrics={"tokens": 30.0, "busy_s": 2.0, "waiting_s": 1.0}),
+        Raw(writer="s", batch=BATCH, groups=(), metrics={"tokens": 10.0, "busy_s": 3.0, "waiting_s": 4.0}),
+        Scored(writer="v", rollout="r", batch=BATCH, groups=(), metrics={"verify/rows": 4.0}),
     ]
     at_ms = 1_000_000_007_500
-    assert history.commit_points(commit, gathered) == [
-        history.Point("length/mean", 7.0, at_ms, 7),  # (1 * 4 + 3 * 8) / 4
+    assert history.commit_points(commit, told) == [
         history.Point("reward/mean", 0.5, at_ms, 7),
+        history.Point("rollout/busy_s", 5.0, at_ms, 7),
+        history.Point("rollout/idle", 0.5, at_ms, 7),
+        history.Point("rollout/tokens", 40.0, at_ms, 7),
+        history.Point("rollout/tokens_per_s", 8.0, at_ms, 7),
+        history.Point("rollout/waiting_s", 5.0, at_ms, 7),
+        history.Point("verify/rows", 4.0, at_ms, 7),
         history.Point("export/commit", 7.0, at_ms, 7),
     ]
 
@@ -92,13 +94,6 @@ def test_accuracy_decides_before_reward():
     assert history.headline(both) == ("eval/accuracy", 0.5)
     neither = Evaluation(writer="e", version=0, digest="d", metrics={})
     assert history.headline(neither) is None
-
-
-def test_seen_first_is_what_lies_between_two_commits():
-    before = {"log/curated": 3, "log/raw/a": 1, "log/claim": 4}
-    after = {"log/curated": 5, "log/raw/a": 1, "log/raw/b": 2, "log/claim": 9}
-    found = {path: numbers for path, _, numbers in history.seen_first(before, after)}
-    assert found == {"log/curated": range(3, 5), "log/raw/b": range(0, 2)}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import pytest
 
 from data_contracts.config import EvaluateConfig, RunConfig, TrackingConfig
 from data_contracts.errors import ConfigError, ContractError, ProtocolError, ServiceError
-from data_contracts.records import Commit, Control, Curated, Evaluation, Verdict
+from data_contracts.records import Commit, Control, Curated, Evaluation
 from infra import services
 from infra.log import Log
 from infra.store import Store, open_store
@@ -67,6 +67,12 @@ class Recorded:
     def control(self, kind: str, **fields: object) -> None:
         log = Log(self.store, "log/control", Control)
         log.append(log.tail(), Control.model_validate({"writer": "s", "kind": kind, "at": 4.0, **fields}))
+
+    def short_run(self) -> None:
+        self.control("start")
+        self.commit(4)
+        self.evaluate(2, 0.2)
+        self.control("end")
 
     def whole_run(self) -> None:
         self.control("start")
@@ -317,20 +323,16 @@ def test_a_stopped_run_waits_for_its_resume(scene: Scene, recorded: Recorded):
     ]
 
 
-def test_what_other_logs_measured_is_told_at_the_commit_that_saw_it(scene: Scene, recorded: Recorded):
-    log = Log(recorded.store, "log/curated", Curated)
-    for number, length in enumerate((4.0, 8.0, 10.0)):
-        verdicts = (Verdict(ticket=number, accepted=True),)
-        record = Curated(
-            writer="c", verdicts=verdicts, covers={}, num_accepted=0, num_refused=0, metrics={"length/mean": length}
-        )
-        log.append(number, record)
+def test_what_the_other_roles_did_is_told_at_the_commit_that_saw_it(scene: Scene, recorded: Recorded):
+    for number, busy_s in enumerate((1.0, 2.0, 4.0)):
+        record = Curated(writer="c", verdicts=(), covers={}, num_accepted=0, num_refused=0, metrics={"busy_s": busy_s})
+        Log(recorded.store, "log/curated", Curated).append(number, record)
     recorded.commit(1)
-    recorded.commit(1, positions={"log/curated": 2})
+    recorded.commit(1, positions={"curated": 2})
     scene.exporter(recorded).export_available()
-    recorded.commit(1, positions={"log/curated": 3})
+    recorded.commit(1, positions={"curated": 3})
     scene.exporter(recorded).export_available()
-    assert scene.points("length/mean") == [(1, 6.0), (2, 10.0)]
+    assert scene.points("curate/busy_s") == [(1, 3.0), (2, 4.0)]
 
 
 def test_many_points_go_out_in_few_calls(scene: Scene, recorded: Recorded, proxy: Proxy):
@@ -446,7 +448,7 @@ def test_a_lost_reply_doubles_nothing(servers, recorded: Recorded, proxy: Proxy,
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["lost reply", "no reply"])
 def test_an_exporter_that_dies_at_any_request_is_taken_over(servers, recorded: Recorded, proxy: Proxy, fault: str):
-    recorded.whole_run()
+    recorded.short_run()
     expected = expect_undisturbed(servers, recorded)
     number, num_requests = 0, 1
     while number < num_requests:
