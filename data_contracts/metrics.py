@@ -62,6 +62,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "train/groups": ("groups", "groups of the step"),
     "train/step_s": ("s", "wall-clock time of the step's computation"),
     "train/tokens_per_s": ("tokens/s", "response tokens in the loss by wall-clock time of the step's computation"),
+    "eval/unjudged": ("prompts", "held-out prompts whose answer no verifier could judge"),
     "eval/accuracy": ("fraction", "held-out prompts that the version answers right, without sampling"),
     "eval/reward": ("reward", "mean reward of the version's answers to held-out prompts, without sampling"),
     "eval/reward/*": ("reward", "the same over the prompts of one env"),

@@ -236,8 +236,8 @@ class _Columns:
         self.refuse(
             ~failed & (num_tokens == 0), "response_ids", "at least one token unless finish_reason is error", lambda _: 0
         )
-        prompt_lengths = self.ragged("prompt_ids")[1]
-        self.refuse(prompt_lengths == 0, "prompt_ids", "at least one token", lambda _: 0)
+        empty_prompt = self.ragged("prompt_ids")[1] == 0
+        self.refuse(~failed & empty_prompt, "prompt_ids", "at least one token unless finish_reason is error", lambda _: 0)
 
     def _find_tokens(self, num_tokens: np.ndarray, vocab_size: int | None, newest_version: int | None) -> None:
         rows = np.repeat(np.arange(self.table.num_rows), num_tokens)

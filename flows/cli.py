@@ -139,7 +139,7 @@ def fetch_model(
     settings.apply_defaults()
     from tasks.fetch import fetch
 
-    typer.echo(fetch(name, to))
+    typer.echo(fetch(name, to, tell=lambda text: typer.echo(text, err=True)))
 
 
 def _store(given: str | None) -> str:

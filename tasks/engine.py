@@ -2,7 +2,7 @@
 
 from data_contracts.config import RunConfig
 from models.engine import Engine
-from models.policy import Policy
+from models.policy import Policy, end_ids
 
 
 def make_engine(config: RunConfig, policy: Policy, *, deterministic: bool = False) -> Engine:
@@ -12,7 +12,7 @@ def make_engine(config: RunConfig, policy: Policy, *, deterministic: bool = Fals
         version=0,
         slots=config.rollout.engine.slots,
         max_length=config.rollout.engine.max_length,
-        eos_ids=(policy.tokenizer.eos_token_id,),
+        eos_ids=end_ids(policy),
         run_seed=config.seed,
         deterministic=deterministic,
     )

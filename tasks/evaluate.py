@@ -21,6 +21,8 @@ from tasks.envs.registry import Envs, build_envs
 from tasks.model_files import read_model_files
 from tasks.prompts import encode_prompt, make_decoder
 from tasks.role import Role
+from tasks.scoring import judge_all, make_pool
+from tasks.verify import Job
 from tasks.weights import PolicyReader
 
 SHOWN_EXAMPLES = 8
@@ -34,16 +36,20 @@ def run(role: Role) -> None:
     evaluator: Evaluator | None = None
     last = log.last()
     done = last.version if last is not None else -1
-    while done < role.config.steps:
-        newest = commits.tail() - 1
-        due = next_due(role.config, done, newest)
-        if due is None:
-            role.wait("a version to evaluate", on=("train",) if newest >= 0 else ("start",))
-            continue
-        role.progressed(f"evaluating version {due}")
-        evaluator = evaluator or Evaluator(role)
-        log.append(log.tail(), evaluator.evaluate(due))
-        done = due
+    try:
+        while done < role.config.steps:
+            newest = commits.tail() - 1
+            due = next_due(role.config, done, newest)
+            if due is None:
+                role.wait("a version to evaluate", on=("train",) if newest >= 0 else ("start",))
+                continue
+            role.progressed(f"evaluating version {due}")
+            evaluator = evaluator or Evaluator(role)
+            log.append(log.tail(), evaluator.evaluate(due))
+            done = due
+    finally:
+        if evaluator is not None:
+            evaluator.close()
 
 
 def next_due(config: RunConfig, done: int, newest: int) -> int | None:
@@ -72,6 +78,11 @@ class Evaluator:
         )
         self._engine = make_engine(config, policy)
         self._prompts = self._envs.eval_prompts(config.evaluate.num_prompts)
+        self._pool = make_pool(self._envs, config.reward)
+
+    def close(self) -> None:
+        """End the verifier processes."""
+        self._pool.close()
 
     def evaluate(self, version: int) -> Evaluation:
         """Return the evaluation of a version.
@@ -100,20 +111,27 @@ class Evaluator:
 
     def _score(self, results: Sequence[Finished]) -> tuple[dict[str, float], list[dict[str, str]]]:
         texts = self._decode([result.response_ids.tolist() for result in results])
+        jobs = [
+            Job(prompt.id, text, result.response_ids.tolist())
+            for prompt, text, result in zip(self._prompts, texts, results, strict=True)
+        ]
+        outcomes, _ = judge_all(jobs, self._envs, self._role.config.reward, pool=self._pool)
         rewards: dict[str, list[float]] = defaultdict(list)
         examples = []
-        for prompt, result, text in zip(self._prompts, results, texts, strict=True):
-            env = self._envs.env_of(prompt.id)
-            reward = env.score(prompt, text, result.response_ids.tolist()).reward
-            rewards[env.name].append(reward)
-            if len(rewards[env.name]) <= SHOWN_EXAMPLES:
-                examples.append(_example(prompt, text, reward))
+        for prompt, text, outcome in zip(self._prompts, texts, outcomes, strict=True):
+            name = self._envs.env_of(prompt.id).name
+            if isinstance(outcome, str):  # nobody could judge it: neither right nor wrong
+                continue
+            rewards[name].append(outcome.reward)
+            if len(rewards[name]) <= SHOWN_EXAMPLES:
+                examples.append(_example(prompt, text, outcome.reward))
         everything = [reward for of_env in rewards.values() for reward in of_env]
         metrics = {
             "eval/reward": _mean(everything),
             "eval/accuracy": _mean([float(reward == 1.0) for reward in everything]),
         }
         metrics |= {f"eval/reward/{name}": _mean(of_env) for name, of_env in rewards.items()}
+        metrics["eval/unjudged"] = float(len(outcomes) - len(everything))
         metrics["eval/length"] = _mean([len(result.response_ids) for result in results])
         metrics["eval/truncated"] = _mean([float(result.finish_reason == "length") for result in results])
         return metrics, examples

@@ -17,10 +17,13 @@ from infra.objects import get_batch, put_batch
 from tasks.envs.registry import build_envs
 from tasks.ledger import Ledger
 from tasks.model_files import read_model_files
-from tasks.prompts import make_decoder, tokenizer_from_files
+from tasks.prompts import encode_prompt, make_decoder, tokenizer_from_files
 from tasks.quarantine import quarantine
 from tasks.role import Role
 from tasks.scoring import make_pool, score
+
+MAX_TOKENS = 1 << 30
+"""No limit of this role's own: the rollout role has refused what does not fit its engine."""
 
 
 def run(role: Role) -> None:
@@ -58,6 +61,7 @@ class Judge:
         self._envs = envs
         self._decode = make_decoder(tokenizer)
         self._pool = make_pool(envs, role.config.reward)
+        self._encode = lambda prompt: encode_prompt(prompt, tokenizer, MAX_TOKENS)
         self._next: dict[str, int] = {}
         self._counted = (0.0, 0.0)
 
@@ -92,7 +96,9 @@ class Judge:
         batch = None
         metrics: dict[str, float] = {}
         if usable.table is not None and usable.groups:
-            result = score(usable.table, self._envs, self._decode, self._role.config.reward, pool=self._pool)
+            result = score(
+                usable.table, self._envs, self._decode, self._role.config.reward, pool=self._pool, encode=self._encode
+            )
             metrics = dict(result.metrics)
             point("reward.before_batch")
             batch = put_batch(self._role.store, trajectory.check(result.table, "scored"))

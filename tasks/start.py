@@ -3,6 +3,7 @@
 Not here: any reinforcement learning. The warm start stops early on purpose; what follows is to be seen to help.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from infra.crash import point
 from infra.log import Log
 from models.policy import copy_weights, load_policy, model_files, policy_files
 from models.tiny import build_model, build_tokenizer
-from models.warm_start import Example, WarmStart, warm_start
-from tasks.envs.protocol import Prompt
+from models.warm_start import WarmStart, warm_start
 from tasks.envs.registry import build_envs
-from tasks.prompts import encode_prompt
+from tasks.prompts import plain_examples
 from tasks.role import Role
 from tasks.weights import Weights, publish_full
+
+HELD_OUT = 256
+"""Held-out prompts of each env that decide when the warm start stops."""
 
 
 def run(role: Role) -> None:
@@ -27,7 +30,6 @@ def run(role: Role) -> None:
     log = Log(role.store, "log/commit", Commit)
     if log.read(0) is not None:
         return
-    torch.set_num_threads(role.config.train.threads)
     files, weights, metrics = make_policy(role)
     point("start.made")
     reference = publish_full(role.store, 0, role.writer, weights, files=files)
@@ -58,21 +60,20 @@ def make_policy(role: Role) -> tuple[dict[str, bytes], Weights, dict[str, float]
 
 def warm_start_tiny(role: Role, config: TinyModel) -> tuple[dict[str, bytes], Weights, dict[str, float]]:
     """Build the tiny policy and train it on gold answers until it is right about one time in three."""
+    # Nothing else works yet, so it may take the whole machine; a run that must be bit-exact may not.
+    torch.set_num_threads(role.config.train.threads if role.config.is_deterministic else os.cpu_count() or 1)
     envs = build_envs(role.config.envs, role.config.seed)
     tokenizer = build_tokenizer(config.characters)
     model = build_model(config, seed=role.config.seed)
-
-    def example(prompt: Prompt) -> Example:
-        answer = tokenizer.encode(envs.env_of(prompt.id).gold_response(prompt)) + [tokenizer.eos_token_id]
-        return encode_prompt(prompt, tokenizer, config.max_positions - len(answer)), answer
 
     def show(result: WarmStart) -> None:
         role.check()
         role.progressed(f"warm start step {result.steps}: accuracy {result.accuracy:.2f}")
 
     started = time.monotonic()
-    held_out = [example(prompt) for prompt in envs.eval_prompts(role.config.evaluate.num_prompts)]
-    result = warm_start(model, lambda number: example(envs.prompt_for(number)), held_out, config, on_check=show)
+    limit = config.max_positions - role.config.rollout.sampling.max_new_tokens
+    example, held_out = plain_examples(envs, tokenizer, num_held_out=HELD_OUT, limit=limit)
+    result = warm_start(model, example, held_out, config, on_check=show)
     metrics = {
         "warm_start/steps": float(result.steps),
         "warm_start/accuracy": result.accuracy,

@@ -31,18 +31,20 @@ def publish_full(
 
 def publish_delta(store: Store, version: int, writer: str, weights: Weights, base: Weights) -> PolicyRef:
     """Write the exact sparse difference to version - 1; the digest is that of the full weights."""
-    body = delta_to_bytes(make_delta(base, weights))
-    reference = put_named(store, f"policy/{version:010d}-{writer}/{DELTA}", body)
-    return _describe("delta", weights, [reference], base=version - 1)
+    delta = make_delta(base, weights)
+    reference = put_named(store, f"policy/{version:010d}-{writer}/{DELTA}", delta_to_bytes(delta))
+    return _describe("delta", weights, [reference], base=version - 1, digest=delta.digest)
 
 
-def _describe(kind: str, weights: Weights, objects: list[ObjectRef], base: int | None = None) -> PolicyRef:
+def _describe(
+    kind: str, weights: Weights, objects: list[ObjectRef], base: int | None = None, digest: str = ""
+) -> PolicyRef:
     return PolicyRef.model_validate(
         {
             "kind": kind,
             "base": base,
             "objects": objects,
-            "digest": weights_digest(weights),
+            "digest": digest or weights_digest(weights),
             "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
             "num_parameters": sum(tensor.numel() for tensor in weights.values()),
         }
@@ -86,9 +88,10 @@ class PolicyReader:
         body = get_object(self._store, next(o for o in commit.weights.objects if o.key.endswith(".safetensors")))
         if commit.weights.kind == "full":
             weights: Weights = weights_from_bytes(body)
+            digest = weights_digest(weights)
         else:
-            weights = apply_delta(base, delta_from_bytes(body))
-        digest = weights_digest(weights)
+            delta = delta_from_bytes(body)
+            weights, digest = apply_delta(base, delta), delta.digest  # which proves its result
         if digest != commit.weights.digest:
             raise DigestMismatch(
                 f"weights of version {commit.version}: expected digest {commit.weights.digest}, got {digest}"
