@@ -461,12 +461,13 @@ def _plan(state: RunState) -> _Plan:
 
 
 def _broken_promises(state: RunState) -> tuple[int, ...]:
-    """Return accepted tickets with tokens too old to train although nobody was to be interrupted."""
-    eta = state.rules.max_staleness
-    if eta is None or state.rules.stragglers == "interrupt":
+    """Return accepted tickets with tokens older than their claim promised, although nobody was to be interrupted."""
+    if state.rules.max_staleness is None or state.rules.stragglers == "interrupt":
         return ()
-    groups = [t.verdict.group for t in state.in_flight() if t.verdict is not None and t.verdict.group is not None]
-    return tuple(g.ticket for g in groups if 0 <= g.oldest_version < state.version - eta)
+    accepted = [
+        (t, t.verdict.group) for t in state.in_flight() if t.verdict is not None and t.verdict.group is not None
+    ]
+    return tuple(t.number for t, group in accepted if 0 <= group.oldest_version < t.floor)
 
 
 def _consumed(state: RunState, ticket: Ticket) -> Consumed:
