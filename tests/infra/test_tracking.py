@@ -198,6 +198,8 @@ class Proxy(http.server.ThreadingHTTPServer):
 
 class _ProxyHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
     server: Proxy
 
     def log_message(self, *_: object) -> None:
