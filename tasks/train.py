@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 
+import pyarrow as pa
 import torch
 
 from data_contracts import trajectory
@@ -243,7 +244,7 @@ class GroupReader:
         self._ledger = ledger
         self._digests: dict[int, str] = {}
         self._batch_key = ""
-        self._batch = None
+        self._batch: pa.Table | None = None
 
     def read(self, group: Consumed) -> list[Sample]:
         """Return the good samples of a group.
@@ -252,24 +253,23 @@ class GroupReader:
             GroupUnusable: the batch is torn, altered or missing, breaks its contract, or was sampled by weights
                 other than those committed.
         """
+        table = self._table(group)
+        rows = table.slice(group.group.first_row, group.group.num_rows)
         try:
-            table = self._table(group)
-            rows = table.slice(group.group.first_row, group.group.num_rows)
             trajectory.check(rows, "scored", newest_version=self._ledger.state.version)
+        except ContractError as cause:
+            raise GroupUnusable(str(cause), group.ticket, "contract", group.batch) from cause
+        try:
             self._check_digests(rows.column("used_versions").to_pylist(), rows.column("used_digests").to_pylist())
         except DigestMismatch as cause:
             raise GroupUnusable(str(cause), group.ticket, "digest", group.batch) from cause
-        except ContractError as cause:
-            raise GroupUnusable(str(cause), group.ticket, "contract", group.batch) from cause
-        except ObjectMissing as cause:
-            raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
         return samples_from_table(rows)
 
-    def _table(self, group: Consumed):
-        if group.batch.key != self._batch_key:
+    def _table(self, group: Consumed) -> pa.Table:
+        if self._batch is None or group.batch.key != self._batch_key:
             try:
                 self._batch = get_batch(self._ledger.store, group.batch, "scored")
-            except DigestMismatch as cause:
+            except (ContractError, ObjectMissing) as cause:
                 raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
             self._batch_key = group.batch.key
         return self._batch
