@@ -159,6 +159,8 @@ class RunState:
         self.needs: dict[LogName, int] = dict.fromkeys(LOGS, 0)
         """How many records of each log the writers of the applied records had seen."""
         self.next_ticket = 0
+        self.named_ticket = 0
+        """One more than the highest ticket that any applied record names."""
         self.tickets: dict[int, Ticket] = {}
         """Every ticket that later records can still change; an issued one that is missing here is settled."""
         self.num_trained = 0
@@ -206,10 +208,12 @@ class RunState:
     def behind(self) -> list[LogName]:
         """Return the logs in which this view lags behind what the applied records' writers had seen.
 
-        Decisions need an empty list: read these logs further first. One more look is always enough, since
-        what a writer had seen is in the store.
+        Decisions need an empty list: read these logs further first. One more look to their ends is enough,
+        since what a writer had seen is in the store.
         """
-        return [log for log in LOGS if self.next[log] < self.needs[log]]
+        is_behind = {log: self.next[log] < self.needs[log] for log in LOGS}
+        is_behind["claim"] |= self.next_ticket < self.named_ticket
+        return [log for log in LOGS if is_behind[log]]
 
     def in_flight(self) -> list[Ticket]:
         """Return the tickets in flight, in ticket order."""
@@ -274,6 +278,7 @@ class RunState:
                 f"next {record.next_ticket}), but {first} is the next free ticket"
             )
         self.next_ticket = end
+        self.named_ticket = max(self.named_ticket, end)
         if number >= self.seen["claim"]:
             self.claim_ranges.append(ClaimRange(number, first, end, record.curriculum))
         for n in record.tickets:
@@ -386,6 +391,7 @@ class RunState:
     def _known(self, number: int) -> Ticket | None:
         """Return the ticket, None if it was settled and forgotten; one whose claim is not known yet is made."""
         if number >= self.next_ticket:
+            self.named_ticket = max(self.named_ticket, number + 1)
             return self.tickets.setdefault(number, Ticket(number))
         return self.tickets.get(number)
 
@@ -460,6 +466,7 @@ _SCALARS = (
     "next",
     "needs",
     "next_ticket",
+    "named_ticket",
     "num_trained",
     "num_refused",
     "num_accepted_by_curation",

@@ -350,7 +350,7 @@ class Actor:
     def catch_up(self) -> None:
         while self.state.behind():
             for log in self.state.behind():
-                self.read(log, self.state.needs[log] - self.state.next[log])
+                self.read(log, max(1, self.state.needs[log] - self.state.next[log]))
 
     def look(self, rnd: random.Random) -> None:
         """Read some of each log: a view may lag in any of them, but not behind what it knows that others knew."""
