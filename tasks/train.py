@@ -8,7 +8,6 @@ train waits for: B accepted groups, such that those left behind can still make i
 
 import json
 import time
-from collections.abc import Mapping
 
 import pyarrow as pa
 import torch
@@ -275,10 +274,9 @@ class GroupReader:
         return self._batch
 
     def _check_digests(self, versions: list[list[int]], digests: list[list[str]]) -> None:
-        told: Mapping[int, str] = dict(
-            pair for of_row in zip(versions, digests, strict=True) for pair in zip(*of_row, strict=True)
-        )
-        for version, digest in told.items():
+        # A set of pairs, not a mapping: rows may contradict each other about one version.
+        told = {pair for row in zip(versions, digests, strict=True) for pair in zip(*row, strict=True)}
+        for version, digest in sorted(told):
             if version not in self._digests:
                 self._digests[version] = self._ledger.commit(version).weights.digest
             if self._digests[version] != digest:
