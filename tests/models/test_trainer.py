@@ -339,6 +339,15 @@ def test_the_recomputed_policy_is_that_of_the_steps_start(make_trainer, make_gro
     assert metrics["policy/kl_behavior"] > 1e-3
 
 
+def test_inner_updates_are_updates_on_parts_of_the_groups(make_trainer, make_groups):
+    groups = make_groups(5, 3)
+    one, other = make_trainer(train=TrainConfig(inner_updates=2)), make_trainer()
+    one.step(groups, version=0, max_staleness=0)
+    for part in (groups[:2], groups[2:]):
+        other.step(part, version=0, max_staleness=0)
+    assert bits(one) == bits(other)
+
+
 def test_mismatch_is_nothing_when_sampler_and_trainer_agree(make_trainer, make_groups):
     trainer = make_trainer()
     metrics = trainer.step(on_policy(trainer.model, make_groups()), version=0, max_staleness=0).metrics
