@@ -43,6 +43,7 @@ __all__ = [
     "Lease",
     "Leases",
     "LogName",
+    "Recover",
     "Refuse",
     "Replaced",
     "Rules",
@@ -340,6 +341,12 @@ class Replaced(NamedTuple):
     by: str
 
 
+class Recover(NamedTuple):
+    """Commits up to `version` exist that this trainer does not hold: load them before anything else."""
+
+    version: int
+
+
 class Finished(NamedTuple):
     """Every step is committed and no ticket is in flight."""
 
@@ -368,12 +375,21 @@ def decide_refuse(
     return _refused(state, writer, numbers, reason, detail) if numbers else None
 
 
-def choose_groups(state: RunState, writer: str) -> Train | Wait | Refuse | Replaced | Finished:
+def choose_groups(
+    state: RunState, writer: str, *, version: int | None = None, overdue: Iterable[int] = ()
+) -> Train | Wait | Refuse | Replaced | Recover | Finished:
     """Decide the trainer's next move.
 
     Accepted groups are taken earliest deadline first, and only if those left behind can still all make it:
     for every deadline d, the groups in flight with a deadline up to d fit into the (d - t) * B places of the
     steps after this one. `drop` names victims among the pending ones instead of waiting for them.
+
+    Args:
+        state: the trainer's view, of which `refused` and then `commit` were read to their ends.
+        writer: the trainer.
+        version: version of the weights it would train from. A trainer that it replaced may have committed
+            since it loaded them, also after its start was recorded.
+        overdue: tickets that have been out too long (see Timeouts).
 
     Raises:
         ProtocolError: everything that must make it is accepted and the rule still fails.
@@ -382,9 +398,14 @@ def choose_groups(state: RunState, writer: str) -> Train | Wait | Refuse | Repla
     rules, t = state.rules, state.version
     if state.trainer != writer:
         return Replaced(state.trainer)
+    if version is not None and version != t:
+        return Recover(t)
     if state.is_finished:
         left = tuple(ticket.number for ticket in state.in_flight())
         return Refuse(left, "overbooked") if left else Finished()
+    late = sorted(n for n in set(overdue) if n in state.tickets and state.tickets[n].is_pending)
+    if late:
+        return Refuse(tuple(late), "timeout")
     broken = _broken_promises(state)
     if broken:
         return Refuse(broken, "contract")

@@ -8,6 +8,7 @@ from data_contracts.protocol import (
     Finished,
     Judged,
     Lease,
+    Recover,
     Refuse,
     Replaced,
     Rules,
@@ -632,6 +633,27 @@ def test_a_trainer_is_the_newest_once_its_start_is_recorded():
     assert run.choose() == Replaced("second")
     with pytest.raises(ProtocolError, match="trainer trainer cannot refuse: second is the newest"):
         decide_refuse(run.state, "trainer", [0], "timeout")
+
+
+def test_a_trainer_loads_what_others_committed_before_it_goes_on():
+    run = Run()
+    run.step()
+    assert choose_groups(run.state, "trainer", version=0) == Recover(1)
+    assert choose_groups(run.state, "trainer", version=1) == Wait("groups", ())
+    run.start("second")
+    assert choose_groups(run.state, "trainer", version=0) == Replaced("second")
+    late = zombie()
+    assert choose_groups(late.state, "second", version=0) == Recover(1)
+
+
+def test_tickets_that_were_out_too_long_are_refused_unless_they_are_accepted_by_now():
+    run = Run()
+    run.claim(3)
+    run.settle(0)
+    assert choose_groups(run.state, "trainer", overdue=[2, 0, 1, 9]) == Refuse((1, 2), "timeout")
+    assert choose_groups(run.state, "trainer", overdue=[0]) == Wait("groups", (1, 2))
+    run.start("second")
+    assert choose_groups(run.state, "trainer", overdue=[1]) == Replaced("second")
 
 
 def test_refusals_by_a_replaced_trainer_are_noticed():
