@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from data_contracts.errors import RowInvalid, SchemaMismatch
 
@@ -137,7 +136,8 @@ def check_schema(schema: pa.Schema, stage: Stage) -> None:
         got = schema.field(want.name)
         if not got.equals(want, check_metadata=True):
             raise SchemaMismatch(
-                f"trajectory/{stage}: column {want.name} expected {want.type} {want.metadata}, got {got.type} {got.metadata}"
+                f"trajectory/{stage}: column {want.name} expected {want.type} {want.metadata}, "
+                f"got {got.type} {got.metadata}"
             )
     raise SchemaMismatch(f"trajectory/{stage}: column order expected {expected.names}, got {schema.names}")
 
@@ -166,9 +166,9 @@ class _Columns:
 
     def ragged(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (values of all rows in one array, lengths of the rows)."""
-        chunked = self.table.column(name)
-        lengths = pc.list_value_length(chunked).to_numpy().astype(np.int64)
-        return pc.list_flatten(chunked).to_numpy(), lengths
+        lists = self.table.column(name).combine_chunks()
+        lengths = lists.value_lengths().to_numpy().astype(np.int64)
+        return lists.flatten().to_numpy(zero_copy_only=False), lengths
 
     def refuse(self, bad_rows: np.ndarray, column_name: str, expected: str, got: Callable[[int], object]) -> None:
         for row in np.unique(np.flatnonzero(bad_rows) if bad_rows.dtype == bool else bad_rows):
@@ -187,31 +187,42 @@ class _Columns:
             self.refuse(rows[at], name, expected, lambda row: first[row])
 
     def find(self, stage: Stage, vocab_size: int | None, newest_version: int | None) -> None:
-        lengths = {name: self.ragged(name)[1] for name in PER_TOKEN}
-        num_tokens = lengths["response_ids"]
-        for name in PER_TOKEN[1:]:
-            different = lengths[name] != num_tokens
-            self.refuse(
-                different,
-                name,
-                "as many entries as response_ids",
-                lambda row, name=name: f"{lengths[name][row]} beside {num_tokens[row]}",
-            )
-        if any((lengths[name] != num_tokens).any() for name in PER_TOKEN[1:]):
-            ragged = np.zeros(self.table.num_rows, bool)
-            ragged[list(self.problems)] = True
-            rest = np.flatnonzero(~ragged)
-            if rest.size:  # the other rows are still judged, under their own row numbers
-                found = find_invalid_rows(
-                    self.table.take(pa.array(rest)), stage, vocab_size=vocab_size, newest_version=newest_version
-                )
-                for row, message in found:
-                    self.problems[int(rest[row])] = message.replace(f"row {row} ", f"row {rest[row]} ", 1)
+        self._find_nulls()
+        if not self.problems:
+            self._find_torn()
+        if self.problems:  # nothing else can be said of these rows; the others are judged under their own numbers
+            rest = np.setdiff1d(np.arange(self.table.num_rows), list(self.problems))
+            others = self.table.take(pa.array(rest, pa.int64()))
+            for row, message in find_invalid_rows(others, stage, vocab_size=vocab_size, newest_version=newest_version):
+                self.problems[int(rest[row])] = message.replace(f"row {row} ", f"row {rest[row]} ", 1)
             return
+        num_tokens = self.ragged("response_ids")[1]
         self._find_scalars(num_tokens)
         self._find_tokens(num_tokens, vocab_size, newest_version)
         if stage != "raw":
             self._find_rewards()
+
+    def _find_nulls(self) -> None:
+        """Refuse rows with a null: Arrow lets a column that says it has none contain some."""
+        for name in self.table.column_names:
+            values = self.table.column(name).combine_chunks()
+            is_null = values.is_null().to_numpy(zero_copy_only=False).copy()
+            if pa.types.is_list(values.type):
+                lengths = values.value_lengths().fill_null(0).to_numpy()
+                of_row = np.repeat(np.arange(self.table.num_rows), lengths)
+                is_null[of_row[values.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
+            self.refuse(is_null, name, "a value", lambda _: "null")
+
+    def _find_torn(self) -> None:
+        lengths = {name: self.ragged(name)[1] for name in PER_TOKEN}
+        num_tokens = lengths["response_ids"]
+        for name in PER_TOKEN[1:]:
+            self.refuse(
+                lengths[name] != num_tokens,
+                name,
+                "as many entries as response_ids",
+                lambda row, name=name: f"{lengths[name][row]} beside {num_tokens[row]}",
+            )
 
     def _find_scalars(self, num_tokens: np.ndarray) -> None:
         keys = np.stack([self.scalar("ticket"), self.scalar("attempt"), self.scalar("sample")], axis=1)
@@ -237,7 +248,9 @@ class _Columns:
             ~failed & (num_tokens == 0), "response_ids", "at least one token unless finish_reason is error", lambda _: 0
         )
         empty_prompt = self.ragged("prompt_ids")[1] == 0
-        self.refuse(~failed & empty_prompt, "prompt_ids", "at least one token unless finish_reason is error", lambda _: 0)
+        self.refuse(
+            ~failed & empty_prompt, "prompt_ids", "at least one token unless finish_reason is error", lambda _: 0
+        )
 
     def _find_tokens(self, num_tokens: np.ndarray, vocab_size: int | None, newest_version: int | None) -> None:
         rows = np.repeat(np.arange(self.table.num_rows), num_tokens)
@@ -280,7 +293,9 @@ class _Columns:
             "one digest for each of used_versions",
             lambda row: f"{num_digests[row]} for {num_used[row]}",
         )
-        sampled = np.unique(np.stack([rows, versions], axis=1), axis=0)
+        runs = np.ones(rows.size, bool)  # the first token of each stretch of one row and one version
+        runs[1:] = (rows[1:] != rows[:-1]) | (versions[1:] != versions[:-1])
+        sampled = np.unique(np.stack([rows[runs], versions[runs]], axis=1), axis=0)
         declared = np.stack([np.repeat(np.arange(self.table.num_rows), num_used), used], axis=1)
         if sampled.shape == declared.shape and np.array_equal(sampled, declared):
             return
@@ -301,6 +316,8 @@ class _Columns:
     def _find_rewards(self) -> None:
         rewards, errors = self.scalar("reward"), self.scalar("reward_error")
         scored = errors == ""
+        failed = self.scalar("finish_reason") == "error"
+        self.refuse(failed & scored, "reward_error", "a text where finish_reason is error", lambda _: "''")
         self.refuse(
             scored & ~np.isfinite(rewards), "reward", "finite when reward_error is empty", lambda row: rewards[row]
         )
