@@ -22,8 +22,8 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beg
 StoreUrl = Annotated[
     str | None, typer.Option("--store", help="Folder or s3:// URL that holds runs.", envvar="ROLLFLOW_STORE")
 ]
-PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect server.")]
-MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow server.")]
+PrefectPort = Annotated[int | None, typer.Option(help="Port of the Prefect server; 4200 when not given.")]
+MlflowPort = Annotated[int | None, typer.Option(help="Port of the MLflow server; 5000 when not given.")]
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -66,7 +66,7 @@ def stop(name: RunName, store: StoreUrl = None) -> None:
 
 
 @app.command()
-def up(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000) -> None:
+def up(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
     """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""
     from flows import conduct
 

@@ -5,7 +5,6 @@ file. Ctrl-C asks the run to stop cleanly; a second one kills it. Either way `re
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,14 +23,12 @@ from tasks.supervise import Supervisor, find_living
 
 settings.apply_defaults()
 
-PREFECT_PORT, MLFLOW_PORT = 4200, 5000
-
 
 def start(config: RunConfig, run_id: str | None) -> int:
     """Make a run and conduct it to its end; return the exit code."""
     check_model(config)
     probe(config.store)
-    services = ensure_services(PREFECT_PORT, MLFLOW_PORT)
+    services = ensure_services()
     return conduct(create_run(config, run_id), services)
 
 
@@ -46,7 +43,7 @@ def resume(run: Run) -> int:
         pids = ", ".join(f"{beat.role} {beat.pid}" for beat in living)
         raise ConfigError(f"run {run.id}: still running here ({pids}); stop it first: rollflow stop {run.id}")
     check_model(run.config)
-    return conduct(run, ensure_services(PREFECT_PORT, MLFLOW_PORT))
+    return conduct(run, ensure_services())
 
 
 def check_model(config: RunConfig) -> None:
@@ -60,8 +57,13 @@ def check_model(config: RunConfig) -> None:
             )
 
 
-def ensure_services(prefect_port: int, mlflow_port: int) -> servers.Services:
-    """Start the servers unless they run, and the automation that marks dead flow runs as crashed."""
+def ensure_services(prefect_port: int | None = None, mlflow_port: int | None = None) -> servers.Services:
+    """Start the servers unless they run, and the automation that marks dead flow runs as crashed.
+
+    Args:
+        prefect_port: None takes the port where it runs, or the usual one.
+        mlflow_port: likewise.
+    """
     services = servers.up(settings.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
     os.environ.update(servers.connect_environment(services))
     from infra.automation import ensure_automation
@@ -125,7 +127,7 @@ def summarize(run: Run, code: int, links: dict[str, str], log_path: Path) -> int
     from dashboards.show import show_summary
 
     supervisor = Supervisor(run.store)
-    report = make_report(run, None)
+    report = make_report(run, None, links)
     show_summary(run.store, links | {"report": str(report), "store": run.store.url, "log": str(log_path)})
     failure = supervisor.failure()
     if failure:
@@ -140,14 +142,14 @@ def summarize(run: Run, code: int, links: dict[str, str], log_path: Path) -> int
     return 0
 
 
-def make_report(run: Run, path: Path | None) -> Path:
+def make_report(run: Run, path: Path | None, links: dict[str, str] | None = None) -> Path:
     """Write the run's report to a file, and beside its records."""
     from dashboards.report import write_report
 
     path = path or settings.home() / "reports" / f"{run.id}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        written = write_report(run.store, path)
+        written = write_report(run.store, path, links)
         run.store.put("report.html", written.read_bytes())
     except OSError as cause:
         if isinstance(cause, StoreError):
@@ -165,8 +167,3 @@ def play_alone(name: str, run_url: str) -> str:
     except Exception as error:
         announce_failure(name, run_url, error)
         raise
-
-
-def free_disk_bytes(path: Path) -> int:
-    """Return the free space of the file system that holds `path`."""
-    return shutil.disk_usage(path).free

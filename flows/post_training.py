@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-import dask
+from dask import config as dask_config
+from dask.base import annotate
 from dask.distributed import KilledWorker
 from distributed.utils import get_mp_context
 from prefect import flow, get_run_logger
@@ -21,8 +22,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
-from prefect_dask import DaskTaskRunner
-from prefect_dask.task_runners import PrefectDaskFuture
+from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
 from data_contracts.config import RunConfig
 from data_contracts.errors import RoleFailed
@@ -78,7 +78,7 @@ def preload_roles() -> None:
 
     Seven processes that each import torch and Prefect take half a minute of two cores before anything begins.
     """
-    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+    dask_config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     get_mp_context().set_forkserver_preload(PRELOADED)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -113,7 +113,7 @@ def place_roles(run: Run) -> dict[str, PrefectDaskFuture]:
     retries = run.config.orchestration.role_retries
     names = role_names(run.config)
     futures = {}
-    with dask.config.set({"distributed.scheduler.allowed-failures": retries}), dask.annotate(resources={"ROLE": 1}):
+    with dask_config.set({"distributed.scheduler.allowed-failures": retries}), annotate(resources={"ROLE": 1}):
         for i, name in enumerate(names):
             label = name if names.count(name) == 1 else f"{name}-{i}"
             futures[label] = play_role.with_options(retries=retries).submit(name, run.store.url)
@@ -205,7 +205,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the flow on one run: `python -m flows.post_training RUN_URL`."""
     (run_url,) = arguments
     config = load_run(run_url).config
-    state = post_training.with_options(task_runner=make_task_runner(config))(run_url, return_state=True)
+    runner = make_task_runner(config)
+    state = post_training.with_options(task_runner=runner)(run_url, return_state=True)  # pyright: ignore[reportArgumentType]
     return 1 if state.is_failed() or state.is_crashed() else 0
 
 

@@ -64,7 +64,7 @@ class Ledger:
 
         When another record has the number, that one is applied instead: decide again.
         """
-        name = next(name for name, kind in LOGS.items() if isinstance(record, kind))
+        name: LogName = next(name for name, kind in LOGS.items() if isinstance(record, kind))
         winner = self._logs[name].append(self.state.next[name], record)
         self._apply(name, record if winner is None else winner)
         return winner is None

@@ -113,6 +113,7 @@ class Worker:
         self._role.check()
         self._sync()
         self._take_weights()
+        self._rebase()
         self._take_over()
         self._claim()
         if self._engine.num_in_flight or self._engine.num_queued:
@@ -143,7 +144,12 @@ class Worker:
         weights, _ = self._reader.weights(newest)
         self._engine.load_weights(weights, newest)
         self._role.progressed(f"loaded version {newest}")
-        while record := decide_rebase(self._ledger.state, self._role.writer, self._unfinished(), version=newest):
+
+    def _rebase(self) -> None:
+        """Put groups that hold training up on the weights in the engine, when stragglers are to be interrupted."""
+        while record := decide_rebase(
+            self._ledger.state, self._role.writer, self._unfinished(), version=self._engine.version
+        ):
             point("rollout.rebase")
             self._ledger.append(record)
 
@@ -266,7 +272,7 @@ class Worker:
         """Return what this process did since its last record."""
         tokens, busy_s, waiting_s = self._counted
         self._counted = (self._engine.num_tokens, self._role.busy_s, self._role.waiting_s)
-        prompts = pa.compute.sum(pa.compute.list_value_length(table.column("prompt_ids"))).as_py()
+        prompts = sum(len(ids) for ids in table.column("prompt_ids").to_pylist())
         return {
             "tokens": float(self._engine.num_tokens - tokens),
             "prompt_tokens": float(prompts),

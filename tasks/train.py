@@ -18,6 +18,7 @@ from data_contracts.curriculum import advance, claimed_since_commit, returned_si
 from data_contracts.errors import ContractError, DigestMismatch, ObjectMissing, ProtocolError, TrainingDiverged
 from data_contracts.protocol import (
     Finished,
+    Recover,
     Refuse,
     Replaced,
     Timeouts,
@@ -30,8 +31,7 @@ from data_contracts.records import Commit, Consumed, ObjectRef
 from infra.crash import point
 from infra.objects import get_batch, get_object, put_named, put_object
 from models.digest import weights_digest
-from models.policy import build_policy, copy_weights, named_weights
-from models.policy import load_weights as load_into
+from models.policy import build_policy, copy_weights
 from models.samples import Sample, samples_from_table
 from models.trainer import StepResult, Trainer, checkpoint_from_bytes, checkpoint_to_bytes
 from tasks.curriculum import CurriculumReader
@@ -82,13 +82,41 @@ class Learner:
         self._timeouts = Timeouts(role.config.staleness.ticket_timeout_s)
         self._waited_since = time.monotonic()
         self._last_status = ledger.newest.status if ledger.newest else "initial"
-        reader = PolicyReader(role.store)
-        weights, _ = reader.weights(0)
+        self._reader = PolicyReader(role.store)
+        self._load()
+
+    def _load(self) -> None:
+        """Take model and optimizer to the newest commit, from its checkpoint and the batches trained since.
+
+        Commits after the checkpoint are trained again, which gives the same bits where the backend is deterministic.
+        """
+        newest = self._ledger.newest
+        weights, _ = self._reader.weights(0)
         self._dtype = next(iter(weights.values())).dtype
-        policy = build_policy(read_model_files(role.store), self._dtype, weights)
-        self._trainer = Trainer(policy.model, role.config.algorithm, role.config.train, total_steps=role.config.steps)
-        self._published: Weights = weights
-        self._recover(reader)
+        policy = build_policy(read_model_files(self._role.store), self._dtype, weights)
+        self._trainer = Trainer(
+            policy.model, self._config.algorithm, self._config.train, total_steps=self._config.steps
+        )
+        self._held = 0
+        saved = self._ledger.commit(newest.checkpoint_version).checkpoint if newest is not None else None
+        if newest is not None and saved:
+            self._trainer.load_checkpoint(*checkpoint_from_bytes(get_object(self._role.store, saved[0])))
+            self._held = newest.checkpoint_version
+        for version in range(self._held + 1, self._ledger.state.version + 1):
+            self._role.progressed(f"training version {version} again after a restart")
+            self._repeat(self._ledger.commit(version))
+            self._held = version
+        self._published: Weights = copy_weights(self._trainer.model, self._dtype)
+
+    def _repeat(self, commit: Commit) -> None:
+        """Train one commit again. Where the backend is not deterministic the published weights win."""
+        self._step([self._groups.read(group) for group in commit.consumed], commit.version)
+        digest = weights_digest(copy_weights(self._trainer.model, self._dtype))
+        if digest != commit.weights.digest:
+            self._trainer.adopt_weights(self._reader.weights(commit.version)[0])
+            note = f"version {commit.version} trained again gave {digest}, committed was {commit.weights.digest}"
+            self._role.tell("amend", version=commit.version, error=note)
+        self._role.check()
 
     def take_over(self) -> bool:
         """Announce this trainer; return False when another has announced itself meanwhile."""
@@ -102,17 +130,16 @@ class Learner:
         """Do the next thing there is to do; return False when there is nothing left."""
         self._role.check()
         self._ledger.sync()
-        late = self._timeouts.observe(time.monotonic(), self._ledger.state)
-        if late:
-            self._refuse(late, "timeout", f"out for {self._config.staleness.ticket_timeout_s} s")
-            return True
-        move = choose_groups(self._ledger.state, self._role.writer)
+        overdue = self._timeouts.observe(time.monotonic(), self._ledger.state)
+        move = choose_groups(self._ledger.state, self._role.writer, version=self._held, overdue=overdue)
         if isinstance(move, Finished):
             return False
         if isinstance(move, Replaced):
             self._role.progressed(f"replaced by trainer {move.by}")
             return False
-        if isinstance(move, Refuse):
+        if isinstance(move, Recover):
+            self._load()
+        elif isinstance(move, Refuse):
             self._refuse(move.tickets, move.reason, "")
         elif isinstance(move, Train):
             self._train(move)
@@ -140,9 +167,9 @@ class Learner:
         commit = self._publish(move, result, started, waited_s)
         point("train.before_commit")
         if not self._ledger.append(commit):
-            raise ProtocolError(
-                f"commit {move.version} is by another trainer: this one was thought dead; nothing of it is used"
-            )
+            self._load()  # another trainer's commit has the number: nothing of this step is used
+            return
+        self._held = move.version
         point("train.committed")
         self._role.tokens += result.num_tokens
         self._waited_since = time.monotonic()
@@ -205,35 +232,6 @@ class Learner:
         if following.is_plain and current.is_plain:
             return None
         return put_object(self._role.store, "curriculum", ".json", following.model_dump_json().encode())
-
-    def _recover(self, reader: PolicyReader) -> None:
-        """Load the newest checkpoint and train the commits after it again, from the batches they name."""
-        newest = self._ledger.newest
-        if newest is None or newest.version == 0:
-            return
-        at = newest.checkpoint_version
-        checkpoint = self._ledger.commit(at).checkpoint
-        if checkpoint:
-            body = get_object(self._role.store, checkpoint[0])
-            self._trainer.load_checkpoint(*checkpoint_from_bytes(body))
-        for version in range(at + 1, newest.version + 1):
-            self._role.progressed(f"training version {version} again after a restart")
-            self._repeat(self._ledger.commit(version), reader)
-        self._published = copy_weights(self._trainer.model, self._dtype)
-
-    def _repeat(self, commit: Commit, reader: PolicyReader) -> None:
-        """Train one commit again. Where the backend is not deterministic the published weights win."""
-        self._step([self._groups.read(group) for group in commit.consumed], commit.version)
-        digest = weights_digest(copy_weights(self._trainer.model, self._dtype))
-        if digest != commit.weights.digest:
-            load_into(self._trainer.model, reader.weights(commit.version)[0], cast=True)
-            note = f"version {commit.version} trained again gave {digest}, committed was {commit.weights.digest}"
-            self._role.tell("amend", version=commit.version, error=note)
-        self._role.check()
-
-    def digest(self) -> str:
-        """Return the digest of the weights as they would be published now."""
-        return weights_digest(named_weights(self._trainer.model))
 
 
 class GroupReader:
