@@ -93,7 +93,7 @@ def advance(
         states: state by commit, for every commit that the handed tickets name.
 
     A worker may claim under an older state than `current`; what that state gave away is taken as it was, and
-    prompts that it passed over are put back, so that no prompt is ever lost.
+    prompts that it passed over are put back, so that no prompt is ever lost. One may then be handed out twice.
     """
     before = current or Curriculum()
     claimed = list(claimed)
