@@ -314,7 +314,8 @@ class RunReader:
             errors=fold.errors,
             checks=[
                 *(Check(f"{tail.log.path} can be read", False, tail.damage) for tail in self._tails() if tail.damage),
-                *balance(fold, max_staleness, config.get("groups_per_step")),
+                # a replay with a stricter curation has fewer groups in a step
+                *balance(fold, max_staleness, None if self._run.get("replay_of") else config.get("groups_per_step")),
             ],
             events=fold.events,
             activity=fold.activity,

@@ -65,6 +65,21 @@ def stop(name: RunName, store: StoreUrl = None) -> None:
     typer.echo(f"asked {found.id} to stop; go on with: rollflow resume {found.id}")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def replay(
+    context: typer.Context,
+    name: RunName,
+    store: StoreUrl = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Make a run of it although nothing is changed.")] = False,
+    evaluate: Annotated[bool, typer.Option(help="Evaluate the versions of a replay that is kept.")] = True,
+) -> None:
+    """Train again from a run's stored batches: the same bits, or with fields changed, as in --train.learning_rate 1e-4."""
+    from flows.replay import replay
+    from infra.runs import find_run
+
+    sys.exit(replay(find_run(name, _store(store)), context.args, keep=keep, evaluate=evaluate))
+
+
 @app.command()
 def up(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
     """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""

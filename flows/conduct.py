@@ -38,6 +38,8 @@ def resume(run: Run) -> int:
     Raises:
         ConfigError: processes of the run are still alive on this host.
     """
+    if run.replay_of:
+        raise ConfigError(f"run {run.id}: is a replay of {run.replay_of} and does not go on; replay that one again")
     living = find_living(run.store)
     if living:
         pids = ", ".join(f"{beat.role} {beat.pid}" for beat in living)

@@ -42,6 +42,19 @@ class _Layers(BaseSettings, RunConfig):  # pyright: ignore[reportIncompatibleVar
         return env_settings, init_settings  # pydantic-settings puts the command line in front
 
 
+class _Overrides(_Layers):  # pyright: ignore[reportIncompatibleVariableOverride]
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # the environment of today says nothing about a run of yesterday
+
+
 def load_run_config(source: str | Path, arguments: Sequence[str] = ()) -> RunConfig:
     """Resolve a run's configuration.
 
@@ -57,15 +70,45 @@ def load_run_config(source: str | Path, arguments: Sequence[str] = ()) -> RunCon
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as cause:
         raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
+    return _resolve(_Layers, values, arguments, str(path))
+
+
+def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
+    """Return a run's frozen configuration with the fields that command-line words name replaced.
+
+    Choosing another kind, as in `--algorithm.loss.type reinforce`, begins from that kind's defaults. The
+    environment is not read.
+
+    Raises:
+        ConfigError: one sentence that names the field, what was expected, and what came.
+    """
+    values = config.model_dump(mode="json")
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for word, following in zip(words, words[1:], strict=False):
+        if word.startswith("--") and word.endswith(".type"):
+            _forget_other_kind(values, word.removeprefix("--").split("."), following)
+    return _resolve(_Overrides, values, arguments, "command line")
+
+
+def _forget_other_kind(values: dict[str, Any], path: Sequence[str], kind: str) -> None:
+    *above, last, _ = path
+    for part in above:
+        values = values.get(part) or {}
+    chosen = values.get(last)
+    if isinstance(chosen, dict) and chosen.get("type") != kind:
+        values[last] = {"type": kind}
+
+
+def _resolve(layering: type[_Layers], values: dict[str, Any], arguments: Sequence[str], source: str) -> RunConfig:
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
-            layers = CliApp.run(_Layers, list(arguments), **values)
+            layers = CliApp.run(layering, list(arguments), **values)
         return RunConfig.model_validate(layers.model_dump())
     except ValidationError as cause:
-        raise ConfigError(f"{path}: {explain(cause)}") from cause
+        raise ConfigError(f"{source}: {explain(cause)}") from cause
     except SettingsError as cause:
-        raise ConfigError(f"{path}: {cause}") from cause
+        raise ConfigError(f"{source}: {cause}") from cause
     except SystemExit as cause:
         last = (complaints.getvalue().strip().splitlines() or ["cannot be read"])[-1]
         raise ConfigError(f"command line: {last.removeprefix('usage: ')}") from cause

@@ -27,6 +27,7 @@ class Run:
         store: view below the run's prefix.
         config: resolved and frozen when the run was made.
         created_at: seconds since the epoch by the creator's clock.
+        replay_of: id of the run whose batches it was trained from again; empty for a run of its own.
     """
 
     id: str
@@ -34,9 +35,10 @@ class Run:
     config: RunConfig
     created_at: float
     packages: dict[str, str]
+    replay_of: str = ""
 
 
-def create_run(config: RunConfig, run_id: str | None = None) -> Run:
+def create_run(config: RunConfig, run_id: str | None = None, *, replay_of: str = "") -> Run:
     """Write run.json below config.store and return the run.
 
     Raises:
@@ -51,6 +53,7 @@ def create_run(config: RunConfig, run_id: str | None = None) -> Run:
         "contracts": {f"trajectory/{stage}": trajectory.SCHEMA_VERSION for stage in trajectory.SCHEMAS},
         "packages": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "created_at": time(),
+        "replay_of": replay_of,
     }
     try:
         store.put_new("run.json", json.dumps(body, indent=1).encode())
@@ -76,7 +79,7 @@ def load_run(url: str) -> Run:
         first = cause.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"run {url}: run.json is not readable by this version: {where}: {first['msg']}") from cause
-    return Run(body["id"], store, config, body["created_at"], body["packages"])
+    return Run(body["id"], store, config, body["created_at"], body["packages"], body.get("replay_of", ""))
 
 
 def find_run(name: str, store_url: str) -> Run:

@@ -79,6 +79,7 @@ class Exporter:
         packages: package to version, for tags.
         flow_run_id: id of the Prefect flow run, for a tag; empty for none.
         flow_run_url: its page.
+        tags: further tags of the MLflow run.
 
     Raises:
         ConfigError: no tracking server is named anywhere.
@@ -94,6 +95,7 @@ class Exporter:
         packages: Mapping[str, str] | None = None,
         flow_run_id: str = "",
         flow_run_url: str = "",
+        tags: Mapping[str, str] | None = None,
     ) -> None:
         self.uri = uri or config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         if not self.uri:
@@ -108,7 +110,7 @@ class Exporter:
         self._evaluations = Cached(Log(store, "log/eval", Evaluation))
         self._model_name = history.model_name(config)
         self._params = history.flatten(config)
-        self._tags = _run_tags(store.url, run_id, packages or {}, flow_run_id, flow_run_url)
+        self._tags = _run_tags(store.url, run_id, packages or {}, flow_run_id, flow_run_url) | dict(tags or {})
         self._experiment = ""
         self._mlflow_run_id: str | None = None
         self._versions: dict[int, ModelVersion] | None = None

@@ -51,3 +51,26 @@ def begun(_begun: Run, tmp_path: Path) -> Callable[..., Run]:
         return run
 
     return make
+
+
+@pytest.fixture(scope="session")
+def _finished(_begun: Run, _forkserver: Processes, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that was trained to its end, with rollouts ahead of training and exact differences between versions."""
+    config = tiny_config(
+        str(tmp_path_factory.mktemp("finished")),
+        staleness={"max_staleness": 2},
+        train={"full_weights_every": 2},
+        curate={"min_samples": 2},
+    )
+    run = create_run(config, "finished")
+    for folder in ("policy", "log/commit"):
+        shutil.copytree(Path(_begun.store.url) / folder, Path(run.store.url) / folder)
+    _forkserver.join(_forkserver.start_all(run, ("train", "rollout", "reward", "curate", "evaluate")))
+    return run
+
+
+@pytest.fixture
+def finished(_finished: Run, tmp_path: Path) -> Run:
+    """A copy of a finished run, in a store of its own: the test may do to it what it likes."""
+    shutil.copytree(Path(_finished.store.url), tmp_path / "store" / _finished.id)
+    return load_run(str(tmp_path / "store" / _finished.id))

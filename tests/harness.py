@@ -27,9 +27,11 @@ TINY = {
         "intermediate_size": 64,
         "num_layers": 2,
         "num_heads": 2,
-        "warm_start_max_steps": 20,
+        "warm_start_max_steps": 100,
         "warm_start_batch": 32,
+        "warm_start_lr": 6e-3,
     },
+    "envs": [{"type": "addition", "max_operand": 9}],  # right now and then: without rewards no weight would change
     "rollout": {"engine": {"type": "torch", "slots": 16, "max_length": 16}, "claim_block": 4},
     "train": {"checkpoint_every": 3, "learning_rate": 1e-3},
     "evaluate": {"every": 3, "num_prompts": 16},

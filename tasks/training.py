@@ -1,0 +1,74 @@
+"""A policy under training: the model with its optimizer, and the way of its weights into the store.
+
+What the train role and a replay have in common: both step the same object with the same groups, so they get the
+same bits. Which groups, and who may commit, is not decided here.
+"""
+
+from collections.abc import Sequence
+
+from data_contracts.config import RunConfig
+from data_contracts.records import Commit, ObjectRef, PolicyRef
+from infra.crash import point
+from infra.objects import get_object, put_named
+from infra.store import Store
+from models.digest import weights_digest
+from models.policy import build_policy, copy_weights
+from models.samples import Sample
+from models.trainer import StepResult, Trainer, checkpoint_from_bytes, checkpoint_to_bytes
+from tasks.model_files import read_model_files
+from tasks.weights import Weights, publish_delta, publish_full
+
+
+class Training:
+    """Starts at version 0 of a run, whose weights are given; not safe for use from two threads."""
+
+    def __init__(self, store: Store, config: RunConfig, weights: Weights) -> None:
+        self._config = config
+        self._dtype = next(iter(weights.values())).dtype
+        policy = build_policy(read_model_files(store), self._dtype, weights)
+        self.trainer = Trainer(policy.model, config.algorithm, config.train, total_steps=config.steps)
+        self._published: Weights = weights
+
+    def load_checkpoint(self, store: Store, commit: Commit) -> bool:
+        """Take over the state that a commit saved; return False when it saved none."""
+        if not commit.checkpoint:
+            return False
+        body = get_object(store, commit.checkpoint[0])
+        self.trainer.load_checkpoint(*checkpoint_from_bytes(body))
+        return True
+
+    def step(self, groups: Sequence[Sequence[Sample]], version: int) -> StepResult:
+        """Train towards `version` on the samples of each group."""
+        return self.trainer.step(groups, version=version - 1, max_staleness=self._config.staleness.bound)
+
+    def weights(self) -> Weights:
+        """Return a copy of the weights in the format in which versions are published."""
+        return copy_weights(self.trainer.model, self._dtype)
+
+    def digest(self) -> str:
+        """Return the digest of the weights as they would be published now."""
+        return weights_digest(self.weights())
+
+    def base_on(self, weights: Weights) -> None:
+        """Say which weights the version before the next one was published with: differences are made to them."""
+        self._published = weights
+
+    def publish(self, store: Store, version: int, writer: str) -> PolicyRef:
+        """Write the weights in full, or as the exact difference to the version before, as configured."""
+        weights = self.weights()
+        if version % self._config.train.full_weights_every == 0:
+            reference = publish_full(store, version, writer, weights)
+        else:
+            reference = publish_delta(store, version, writer, weights, self._published)
+        self._published = weights
+        point("train.published")
+        return reference
+
+    def is_checkpoint_due(self, version: int) -> bool:
+        """Whether optimizer and random state are saved with this version."""
+        return version % self._config.train.checkpoint_every == 0 or version == self._config.steps
+
+    def save_checkpoint(self, store: Store, version: int, writer: str) -> tuple[ObjectRef, ...]:
+        """Write optimizer and random state."""
+        body = checkpoint_to_bytes(*self.trainer.checkpoint_state())
+        return (put_named(store, f"checkpoint/{version:010d}-{writer}/state.safetensors", body),)
