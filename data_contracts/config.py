@@ -184,6 +184,17 @@ class RolloutConfig(Frozen):
     """Retries of one sample after an engine error before it becomes an error row."""
 
 
+class OverlongPenalty(Frozen):
+    """A penalty on responses that come near the length limit, as a reward component `overlong`."""
+
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Length from which the whole penalty is due; None takes rollout.sampling.max_new_tokens."""
+    buffer_tokens: int = Field(gt=0)
+    """The penalty grows from 0 over this many tokens below `max_tokens`."""
+    factor: float = Field(default=1.0, gt=0)
+    """The whole penalty, in units of reward."""
+
+
 class RewardConfig(Frozen):
     """The reward role."""
 
@@ -191,11 +202,81 @@ class RewardConfig(Frozen):
     """Limit on one verification."""
     max_retries: int = Field(default=2, ge=0)
     """Retries of a verification that failed for a reason of the infrastructure."""
+    overlong: OverlongPenalty | None = None
+    """Soft penalty on long responses; None has none."""
+
+
+class RowRule(Frozen):
+    """A rule of curation that looks at rows: what it does with those that break it."""
+
+    then: Literal["leave_out", "refuse"] = "leave_out"
+    """Leave the rows out of their group, or refuse the whole group and draw another. What rows have in common that
+    are left out (long, wrong) is missing from the group's baseline too."""
+    max_share: float = Field(default=0.0, ge=0, lt=1)
+    """With `refuse`, the share of a group's rows that may break the rule before the group is refused."""
+
+
+class DuplicateRule(RowRule):
+    """Responses that say again what an earlier row of the group, or of a recent accepted group, has said."""
+
+    type: Literal["duplicates"] = "duplicates"
+    similarity: float = Field(default=1.0, gt=0, le=1)
+    """1 finds equal token sequences; less finds responses that share this much of their 4-grams (MinHash, with an
+    error of about 0.06)."""
+    min_tokens: int = Field(default=16, ge=4)
+    """Shorter responses are never duplicates: short answers agree by right."""
+    window: int = Field(default=0, ge=0, le=4096)
+    """Accepted groups that are looked back at, in the order of the verdicts; 0 looks at the group alone."""
+
+
+class LengthRule(RowRule):
+    """Responses that are too short or too long."""
+
+    type: Literal["length"] = "length"
+    min_tokens: int = Field(default=1, ge=0)
+    """Shortest response kept."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Longest response kept; None keeps all."""
+
+
+class RepetitionRule(RowRule):
+    """Responses that go round in circles."""
+
+    type: Literal["repetition"] = "repetition"
+    max_repeated: float = Field(default=0.5, ge=0, lt=1)
+    """Largest share of 4-grams that may have occurred earlier in the response."""
+    min_tokens: int = Field(default=32, ge=4)
+    """Shorter responses are not judged."""
+
+
+class TruncationRule(RowRule):
+    """Responses cut off by the length limit. To keep them for the baseline and take only their tokens out of the
+    loss, set algorithm.truncated instead."""
+
+    type: Literal["truncation"] = "truncation"
+
+
+class CustomRule(RowRule):
+    """A rule of one's own."""
+
+    type: Literal["custom"] = "custom"
+    path: str = Field(pattern=r"^[\w.]+:\w+$")
+    """module:function that takes a Group (tasks/curation/group.py) and `parameters` as keywords, and returns [N] bool:
+    the rows that break the rule. A pure function: the same rows, the same answer."""
+    parameters: dict[str, int | float | str | bool] = {}
+    """Keyword arguments of the function."""
+
+
+CurateRule = Annotated[
+    DuplicateRule | LengthRule | RepetitionRule | TruncationRule | CustomRule, Field(discriminator="type")
+]
 
 
 class CurateConfig(Frozen):
     """The curation role."""
 
+    rules: tuple[CurateRule, ...] = ()
+    """Rules on rows, in this order, each on what the ones before have left."""
     min_samples: int = Field(default=2, gt=0)
     """A group with fewer good rows is refused."""
     drop_zero_variance: bool = False
@@ -332,7 +413,8 @@ class RunConfig(Frozen):
         limit = self.staleness.max_unsettled
         if limit is not None and limit < self.groups_per_step:
             raise ValueError(
-                f"staleness.max_unsettled {limit} is below groups_per_step {self.groups_per_step}: no step could be filled"
+                f"staleness.max_unsettled {limit} is below groups_per_step {self.groups_per_step}: "
+                "no step could be filled"
             )
         if not self.envs:
             raise ValueError("envs is empty: name at least one")

@@ -90,6 +90,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "curate/busy_s": ("s", "time the curation process worked"),
     "curate/waiting_s": ("s", "time the curation process waited"),
     "curate/idle": ("fraction", "share of its time that the curation process waited"),
+    "curate/refused/*": ("groups", "groups refused by curation for one reason"),
+    "curate/left_out/*": ("samples", "samples left out of accepted groups by one rule of curation"),
     "export/commit": ("version", "newest commit that the exporter has written to the tracking server"),
     "export/evaluation": ("record", "newest record of log/eval that the exporter has written, by record number"),
 }

@@ -50,6 +50,8 @@ class GroupRef(Frozen):
     num_rows: int
     oldest_version: int = -1
     """Oldest version that sampled a token of the group; -1 when nothing was sampled."""
+    left_out: tuple[int, ...] = ()
+    """Rows, counted from `first_row`, that curation left out: they are in the batch and are not trained on."""
 
 
 class Record(Frozen):

@@ -1,27 +1,28 @@
 """The curate role: one verdict on every ticket, accepted or refused, and the reason.
 
-It settles; what it has settled is never undone. A group is judged by pure functions of its rows (`judge_group`).
+It settles; what it has settled is never undone. A group is judged by a chain of pure functions (tasks/curation).
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Mapping
 
-import numpy as np
 import pyarrow as pa
 
 from data_contracts import trajectory
 from data_contracts.config import CurateConfig, RunConfig
 from data_contracts.errors import ContractError, ObjectMissing
 from data_contracts.protocol import Judged, decide_verdicts, followed
-from data_contracts.records import BatchRef, GroupRef, Raw, Scored, Verdict
+from data_contracts.records import BatchRef, Curated, GroupRef, Raw, Scored, Verdict
 from infra.crash import point
 from infra.log import Log
 from infra.objects import get_batch
+from tasks.curation import chain
+from tasks.curation.duplicates import Recent
+from tasks.curation.group import Group, Rows
+from tasks.curation.lookback import Lookback
 from tasks.ledger import Ledger
 from tasks.quarantine import quarantine
 from tasks.role import Role
-
-Rule = Callable[[pa.Table, CurateConfig], str]
-"""Looks at a group's rows and returns why it is refused; empty when it is not."""
 
 
 def run(role: Role) -> None:
@@ -44,6 +45,7 @@ class Curator:
         self._ledger = ledger
         self._next: dict[str, int] = {}
         self._judged: list[Judged] = []
+        self._lookback = Lookback(role.store, role.config.curate)
         self._counted = (0.0, 0.0)
 
     def read(self) -> bool:
@@ -64,7 +66,9 @@ class Curator:
         settled = False
         while record := decide_verdicts(self._ledger.state, self._role.writer, self._judged):
             point("curate.before_verdicts")
-            record = record.model_copy(update={"metrics": self._count()})
+            number = self._ledger.state.next["curated"]
+            record = self._lookback.check(record, number, refused=self._quarantine)
+            record = record.model_copy(update={"metrics": self._count() | count_reasons(record)})
             settled |= self._ledger.append(record)
             point("curate.verdicts")
         covers = self._ledger.state.covers
@@ -80,18 +84,18 @@ class Curator:
         except (ContractError, ObjectMissing) as cause:
             quarantine(self._role.store, "curate", [g.ticket for g in record.groups], str(cause), {}, record.batch)
             return (*verdicts, *(_refusal(group, f"unreadable: {cause}") for group in record.groups))
-        invalid = dict(trajectory.find_invalid_rows(table, "scored"))
-        for group in record.groups:
-            why = next((invalid[row] for row in _rows(group) if row in invalid), "")
-            verdict = (
-                _refusal(group, f"contract: {why}")
-                if why
-                else judge_group(table, group, record.batch, self._role.config)
-            )
-            if not verdict.accepted:
-                quarantine(self._role.store, "curate", [group.ticket], verdict.reason, verdict.metrics, record.batch)
+        for group, verdict in zip(record.groups, judge_batch(table, record, self._role.config.curate), strict=True):
+            if not verdict.accepted or (verdict.group is not None and verdict.group.left_out):
+                self._quarantine(verdict, group, record.batch)
             verdicts.append(verdict)
         return tuple(verdicts)
+
+    def _quarantine(self, verdict: Verdict, group: GroupRef | None = None, batch: BatchRef | None = None) -> None:
+        """Keep the evidence of a refused group, or of the rows that were left out of an accepted one."""
+        group = verdict.group or group
+        evidence = dict(verdict.metrics) | {"rows": list(group.left_out) if group is not None else []}
+        why = verdict.reason or "rows left out"
+        quarantine(self._role.store, "curate", [verdict.ticket], why, evidence, batch or verdict.batch)
 
     def _refuse(self, record: Scored, number: int, ticket: int, why: str) -> Verdict:
         raw = Log(self._role.store, f"log/raw/{record.rollout}", Raw).read(number)
@@ -105,55 +109,59 @@ class Curator:
         return {"busy_s": self._role.busy_s - busy_s, "waiting_s": self._role.waiting_s - waiting_s}
 
 
-def judge_group(table: pa.Table, group: GroupRef, batch: BatchRef, config: RunConfig) -> Verdict:
-    """Return the verdict on one group of a scored batch that keeps its contract."""
-    rows = table.slice(group.first_row, group.num_rows)
-    good = rows.filter(pa.array(is_good(rows)))
-    for rule in RULES:
-        why = rule(good, config.curate)
+def judge_batch(table: pa.Table, record: Scored, config: CurateConfig) -> list[Verdict]:
+    """Return a verdict on every group of a scored batch: first the contract, then the chain of rules."""
+    if record.batch is None:
+        raise ContractError(f"a scored record of {record.rollout} has groups and no batch")
+    invalid = dict(trajectory.find_invalid_rows(table, "scored"))
+    rows, alone = Rows(table), Recent(())
+    verdicts = []
+    for group in record.groups:
+        why = next((invalid[row] for row in _rows(group) if row in invalid), "")
         if why:
-            return _refusal(group, why, metrics={"good_rows": float(good.num_rows)})
-    rewards = good.column("reward").to_numpy()
-    return Verdict(
-        ticket=group.ticket,
-        accepted=True,
-        attempt=group.attempt,
-        batch=batch,
-        group=group,
-        reward_mean=float(rewards.mean()),
-        prompt_id=rows.column("prompt_id")[0].as_py(),
-        metrics={"good_rows": float(good.num_rows)},
-    )
+            verdicts.append(_refusal(group, f"contract: {why}"))
+        else:
+            outcome = chain.judge(Group.of_ref(group, rows), config, alone)
+            verdicts.append(chain.verdict_of(outcome, record.batch))
+    return verdicts
 
 
-def is_good(rows: pa.Table) -> np.ndarray:
-    """Return [N] bool: rows whose rollout and reward both succeeded."""
-    finished = rows.column("finish_reason").to_numpy() != "error"
-    return finished & (rows.column("reward_error").to_numpy() == "")
+def judge_group(table: pa.Table, group: GroupRef, batch: BatchRef, config: RunConfig) -> Verdict:
+    """Return the chain's verdict on one group of a scored batch that keeps its contract, judged by itself alone."""
+    outcome = chain.judge(Group.of_ref(group, Rows(table)), config.curate, Recent(()))
+    return chain.verdict_of(outcome, batch)
 
 
-def too_few_good_rows(good: pa.Table, config: CurateConfig) -> str:
-    """Refuse a group in which too many samples failed for a baseline to mean anything."""
-    if good.num_rows >= config.min_samples:
-        return ""
-    return f"too_few_good_rows: expected at least {config.min_samples}, got {good.num_rows}"
+def count_reasons(record: Curated) -> dict[str, float]:
+    """Return how many groups were refused by reason, and how many rows of accepted groups were left out by rule."""
+    counts: dict[str, float] = {}
+    for verdict in record.verdicts:
+        if not verdict.accepted:
+            key = f"curate/refused/{kind_of(verdict.reason)}"
+            counts[key] = counts.get(key, 0.0) + 1
+            continue
+        for rule, value in with_prefix(verdict.metrics, "left_out/").items():
+            counts[f"curate/left_out/{rule}"] = counts.get(f"curate/left_out/{rule}", 0.0) + value
+    return counts
 
 
-def zero_variance(good: pa.Table, config: CurateConfig) -> str:
-    """Refuse a group whose rewards are all equal, when so configured: it has no gradient."""
-    rewards = good.column("reward").to_numpy()
-    return "zero_variance" if config.drop_zero_variance and np.all(rewards == rewards[0]) else ""
+def kind_of(reason: str) -> str:
+    """Return what many reasons have in common, as a name: the words before the first colon.
+
+    >>> kind_of("too_few_good_rows: expected at least 2, got 1")
+    'too_few_good_rows'
+    """
+    return re.sub(r"\W+", "_", reason.partition(":")[0]).strip("_")[:40] or "no_reason"
 
 
-RULES: tuple[Rule, ...] = (too_few_good_rows, zero_variance)
-"""In this order; the first that objects decides."""
+def with_prefix(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the values whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _rows(group: GroupRef) -> range:
     return range(group.first_row, group.first_row + group.num_rows)
 
 
-def _refusal(group: GroupRef, why: str, metrics: dict[str, float] | None = None) -> Verdict:
-    return Verdict(
-        ticket=group.ticket, accepted=False, reason=why, attempt=group.attempt, group=group, metrics=metrics or {}
-    )
+def _refusal(group: GroupRef, why: str) -> Verdict:
+    return Verdict(ticket=group.ticket, accepted=False, reason=why, attempt=group.attempt, group=group)

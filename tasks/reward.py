@@ -97,7 +97,13 @@ class Judge:
         metrics: dict[str, float] = {}
         if usable.table is not None and usable.groups:
             result = score(
-                usable.table, self._envs, self._decode, self._role.config.reward, pool=self._pool, encode=self._encode
+                usable.table,
+                self._envs,
+                self._decode,
+                self._role.config.reward,
+                pool=self._pool,
+                encode=self._encode,
+                max_tokens=self._role.config.rollout.sampling.max_new_tokens,
             )
             metrics = dict(result.metrics)
             point("reward.before_batch")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from data_contracts.config import RewardConfig
+from data_contracts.config import OverlongPenalty, RewardConfig
 from data_contracts.trajectory import add_columns
 from tasks.envs.protocol import Env, Prompt, Score
 from tasks.envs.registry import Envs
@@ -41,6 +41,7 @@ def score(
     *,
     pool: VerifierPool | None = None,
     encode: Callable[[Prompt], list[int]] | None = None,
+    max_tokens: int | None = None,
 ) -> Scored:
     """Judge every row of a raw table; the order and the columns of the rows stay as they are.
 
@@ -50,6 +51,7 @@ def score(
         decode: from `tasks.prompts.make_decoder`.
         config: timeout and retries of a verification.
         pool: processes for envs that need a timeout; None starts some for this call alone.
+        max_tokens: the length from which config.overlong costs its whole penalty, where it names none itself.
         encode: when given, a row whose prompt tokens are not those of the env's prompt gets no reward: the env
             gives another prompt under this id than it gave to the rollout role.
     """
@@ -68,6 +70,11 @@ def score(
     errors = table.column("error").to_pylist()
     failed = [f"no response: {error}" if error else "" for error in errors]
     outcomes, counts = _judge(jobs, found, failed, envs, config, pool)
+    if config.overlong is not None:
+        outcomes = [
+            shaped(outcome, len(job.response_ids), config.overlong, max_tokens)
+            for outcome, job in zip(outcomes, jobs, strict=True)
+        ]
     verifiers = [f[0].verifier if isinstance(f := found[job.prompt_id], tuple) else "" for job in jobs]
     return Scored(
         add_columns(table, _columns(jobs, outcomes, verifiers)),
@@ -169,6 +176,20 @@ def _columns(jobs: Sequence[Job], outcomes: Sequence[Outcome], verifiers: Sequen
         "verifier": verifiers,
         "reward_error": [outcome if isinstance(outcome, str) else "" for outcome in outcomes],
     }
+
+
+def shaped(outcome: Outcome, num_tokens: int, config: OverlongPenalty, max_tokens: int | None) -> Outcome:
+    """Return the outcome with the penalty on its length as component `overlong`, and in the reward; weight 1.
+
+    The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13): 0 up to max - buffer tokens, falling linearly to
+    -factor at max tokens, -factor beyond.
+    """
+    limit = config.max_tokens or max_tokens
+    if isinstance(outcome, str) or limit is None:
+        return outcome
+    excess = num_tokens - (limit - config.buffer_tokens)
+    penalty = -config.factor * min(max(excess / config.buffer_tokens, 0.0), 1.0)
+    return Score(outcome.reward + penalty, {**outcome.components, "overlong": penalty})
 
 
 def checked(outcome: Outcome) -> Outcome:

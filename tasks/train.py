@@ -9,6 +9,7 @@ train waits for: B accepted groups, such that those left behind can still make i
 import json
 import time
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -244,7 +245,7 @@ class GroupReader:
         self._batch: pa.Table | None = None
 
     def read(self, group: Consumed) -> list[Sample]:
-        """Return the good samples of a group.
+        """Return the good samples of a group, without those that curation left out.
 
         Raises:
             GroupUnusable: the batch is torn, altered or missing, breaks its contract, or was sampled by weights
@@ -260,7 +261,8 @@ class GroupReader:
             self._check_digests(rows.column("used_versions").to_pylist(), rows.column("used_digests").to_pylist())
         except DigestMismatch as cause:
             raise GroupUnusable(str(cause), group.ticket, "digest", group.batch) from cause
-        return samples_from_table(rows)
+        kept = np.setdiff1d(np.arange(rows.num_rows), group.group.left_out).astype(np.int64)
+        return samples_from_table(rows if kept.size == rows.num_rows else rows.take(pa.array(kept)))
 
     def _table(self, group: Consumed) -> pa.Table:
         if self._batch is None or group.batch.key != self._batch_key:

@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_contracts.config import AdditionEnv, CustomEnv, ReasoningGymEnv, RewardConfig, TinyModel
+from data_contracts.config import AdditionEnv, CustomEnv, OverlongPenalty, ReasoningGymEnv, RewardConfig, TinyModel
 from data_contracts.errors import ServiceError
 from data_contracts.trajectory import SCHEMAS, check, make_table
 from models.tiny import build_tokenizer
 from tasks.envs.protocol import Score
 from tasks.envs.registry import build_envs
 from tasks.prompts import encode_prompt, make_decoder
-from tasks.scoring import checked, judge_all, make_pool, score
+from tasks.scoring import checked, judge_all, make_pool, score, shaped
 from tasks.verify import Job, VerifierPool
 
 CUSTOM_MODULE = '''
@@ -327,3 +327,24 @@ def test_an_empty_batch_stays_empty():
     scored = score(raw([]), build_envs([AdditionEnv()], seed=0), DECODE, RewardConfig())
     check(scored.table, "scored")
     assert scored.table.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (130, -1.0)]
+)
+def test_the_penalty_on_long_responses_is_that_of_the_formula(num_tokens: int, penalty: float) -> None:
+    config = OverlongPenalty(buffer_tokens=20)
+    outcome = shaped(Score(1.0, {"correct": 1.0}), num_tokens, config, 100)
+    assert outcome == Score(1.0 + penalty, {"correct": 1.0, "overlong": penalty})
+    assert shaped("no reward", num_tokens, config, 100) == "no reward"
+
+
+def test_the_penalty_is_a_component_of_the_scored_table() -> None:
+    envs = build_envs([AdditionEnv()], seed=0)
+    prompt = envs.prompt_for(0)
+    config = RewardConfig(overlong=OverlongPenalty(max_tokens=3, buffer_tokens=2, factor=0.5))
+    table = raw([(prompt.id, prompt.answer, ""), (prompt.id, "1", "")])  # 4 and 2 tokens with the end
+    scored = score(table, envs, DECODE, config).table
+    assert scored.column("reward").to_pylist() == [0.5, -0.25]
+    assert scored.column("reward_names").to_pylist() == [["correct", "overlong"]] * 2
+    assert scored.column("reward_values").to_pylist() == [[1.0, -0.5], [0.0, -0.25]]

@@ -1,0 +1,111 @@
+"""The chain: a group goes through the configured rules in order, and comes out accepted or refused with a reason.
+
+    good rows ── min_samples ── rules, one by one ── min_samples ── drop_zero_variance ── accepted
+
+A rule is a pure function from a group to the rows that break it. To add one: a class in data_contracts/config.py, a
+function in a file here, and a line in RULES.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_contracts.config import (
+    CurateConfig,
+    CurateRule,
+    CustomRule,
+    DuplicateRule,
+    LengthRule,
+    RepetitionRule,
+    TruncationRule,
+)
+from data_contracts.records import BatchRef, Verdict
+from tasks.curation.custom import custom
+from tasks.curation.duplicates import Recent, duplicates
+from tasks.curation.group import Group
+from tasks.curation.length import length, truncation
+from tasks.curation.repetition import repetition
+
+RULES: dict[type, Callable[..., np.ndarray]] = {
+    DuplicateRule: duplicates,
+    LengthRule: length,
+    RepetitionRule: repetition,
+    TruncationRule: truncation,
+    CustomRule: custom,
+}
+"""Configuration to function(group, config) -> [N] bool, the rows that break the rule."""
+
+LOOKING_BACK = frozenset({duplicates})
+"""Functions that take the recent accepted groups as a third argument."""
+
+
+class Outcome(NamedTuple):
+    """What the chain says of a group."""
+
+    kept: Group
+    why: str
+    """Why the group is refused; empty when it is not."""
+    left_out: dict[str, list[int]]
+    """Rule to the rows it left out, counted from the group's first row."""
+
+
+def judge(group: Group, config: CurateConfig, recent: Recent) -> Outcome:
+    """Send a group through the chain."""
+    left_out: dict[str, list[int]] = {}
+    why = too_few_good_rows(group, config)
+    for rule in config.rules:
+        if why:
+            break
+        broken = _apply(rule, group, recent)
+        share = broken.mean()
+        if rule.then == "refuse" and share > rule.max_share:
+            why = f"{rule.type}: {broken.sum()} of {broken.size} rows, {describe(rule)}"
+        elif rule.then == "leave_out" and broken.any():
+            left_out.setdefault(rule.type, []).extend(group.places[broken].tolist())
+            group = group.without(broken)
+            why = too_few_good_rows(group, config, left_out)
+    return Outcome(group, why or zero_variance(group, config), left_out)
+
+
+def verdict_of(outcome: Outcome, batch: BatchRef) -> Verdict:
+    """Return the chain's word as a verdict; the rows left out stand in its group, their counts in its metrics."""
+    rewards = outcome.kept.of(outcome.kept.rows.reward)
+    left_out = tuple(sorted(row for rows in outcome.left_out.values() for row in rows))
+    group = outcome.kept.ref
+    metrics = {f"left_out/{rule}": float(len(rows)) for rule, rows in outcome.left_out.items()}
+    return Verdict(
+        ticket=group.ticket,
+        accepted=not outcome.why,
+        reason=outcome.why,
+        attempt=group.attempt,
+        batch=None if outcome.why else batch,
+        group=group.model_copy(update={"left_out": left_out}) if left_out else group,
+        reward_mean=None if outcome.why else float(rewards.mean()),
+        prompt_id=outcome.kept.prompt_id,
+        metrics={"good_rows": float(rewards.size)} | metrics,
+    )
+
+
+def describe(rule: CurateRule) -> str:
+    """Return the numbers of a rule, for a person who reads why a group was refused."""
+    return ", ".join(f"{name} {value}" for name, value in rule.model_dump(exclude={"type", "then"}).items())
+
+
+def too_few_good_rows(group: Group, config: CurateConfig, left_out: dict[str, list[int]] | None = None) -> str:
+    """Refuse a group of which too few rows are left for a baseline to mean anything."""
+    if group.places.size >= config.min_samples:
+        return ""
+    gone = "".join(f", {len(rows)} left out by {rule}" for rule, rows in (left_out or {}).items())
+    return f"too_few_good_rows: expected at least {config.min_samples}, got {group.places.size}{gone}"
+
+
+def zero_variance(group: Group, config: CurateConfig) -> str:
+    """Refuse a group whose rewards are all equal, when so configured: it has no gradient."""
+    rewards = group.of(group.rows.reward)
+    return "zero_variance" if config.drop_zero_variance and bool(np.all(rewards == rewards[0])) else ""
+
+
+def _apply(rule: Any, group: Group, recent: Recent) -> np.ndarray:
+    function = RULES[type(rule)]
+    return function(group, rule, recent) if function in LOOKING_BACK else function(group, rule)
