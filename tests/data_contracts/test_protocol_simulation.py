@@ -322,7 +322,8 @@ class World:
     def check_end(self) -> None:
         truth = self.truth
         wanted = self.rules.steps * self.rules.groups_per_step
-        if len(self.trained) != wanted or truth.num_in_flight:
+        # After a late commit a worker whose view lags may claim a place that is gone when the trainer has ended.
+        if len(self.trained) != wanted or truth.num_in_flight > truth.num_both:
             raise Broken(f"ended with {truth.account()}, expected {wanted} trained and none in flight")
         if truth.account() != self.count(truth.next):
             raise Broken(f"{truth.account()} is not {self.count(truth.next)}")
