@@ -3,7 +3,6 @@
 Not here: any reinforcement learning. The warm start stops early on purpose; what follows is to be seen to help.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -60,8 +59,7 @@ def make_policy(role: Role) -> tuple[dict[str, bytes], Weights, dict[str, float]
 
 def warm_start_tiny(role: Role, config: TinyModel) -> tuple[dict[str, bytes], Weights, dict[str, float]]:
     """Build the tiny policy and train it on gold answers until it is right about one time in three."""
-    # Nothing else works yet, so it may take the whole machine; a run that must be bit-exact may not.
-    torch.set_num_threads(role.config.train.threads if role.config.is_deterministic else os.cpu_count() or 1)
+    torch.set_num_threads(role.config.train.threads)
     envs = build_envs(role.config.envs, role.config.seed)
     tokenizer = build_tokenizer(config.characters)
     model = build_model(config, seed=role.config.seed)
