@@ -21,8 +21,9 @@ consumes, the tickets in flight up to a deadline always fit their places in numb
 claims take room away, and an append to `claim` proves that the view of `claim` was complete.
 
 The one exception is a trainer that was replaced while it worked and whose last commit still won: it may
-have trained tickets that its successor had refused and whose places were given away again. There are as
-many surplus groups as such tickets (`RunState.num_both`); the trainer refuses them as overbooked.
+have trained tickets that its successor had refused and whose places were given away again. There are at
+most as many surplus groups as such tickets (`RunState.num_both`); the trainer refuses them as overbooked. One
+that is claimed in a lagging view after the last commit stays in flight when the run is over.
 """
 
 from collections.abc import Iterable, Sequence

@@ -578,7 +578,6 @@ class Trainer(Actor):
         if self.pending is not None:
             if rnd.random() < 0.3:
                 self.put(rnd)
-                self.stage = "refused"
         elif self.stage == "refused":
             self.read("claim", rnd.randrange(4))
             self.read("curated", rnd.randrange(4))
@@ -612,6 +611,10 @@ class Trainer(Actor):
             self.world.actors.remove(self)
         elif isinstance(choice, Finished):
             self.is_done = True
+
+    def put(self, rnd: random.Random) -> bool:
+        self.stage = "refused"  # whatever it puts, it looks for its successor before it decides again
+        return super().put(rnd)
 
     def won(self, record: Record) -> None:
         if isinstance(record, Commit):
