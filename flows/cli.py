@@ -81,6 +81,19 @@ def replay(
 
 
 @app.command()
+def reconcile(
+    name: RunName,
+    store: StoreUrl = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every batch too: bytes, rows and tickets.")] = False,
+) -> None:
+    """Prove from a run's records that every ticket is trained, refused or in flight, and every batch is there."""
+    from flows.reconcile import reconcile_run
+    from infra.runs import find_run
+
+    sys.exit(reconcile_run(find_run(name, _store(store)), deep=deep))
+
+
+@app.command()
 def up(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
     """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""
     from flows import conduct

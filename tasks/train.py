@@ -30,17 +30,15 @@ from data_contracts.protocol import (
 )
 from data_contracts.records import Commit, Consumed, ObjectRef
 from infra.crash import point
-from infra.objects import get_batch, get_object, put_named, put_object
-from models.digest import weights_digest
-from models.policy import build_policy, copy_weights
+from infra.objects import get_batch, put_object
 from models.samples import Sample, samples_from_table
-from models.trainer import StepResult, Trainer, checkpoint_from_bytes, checkpoint_to_bytes
+from models.trainer import StepResult
 from tasks.curriculum import CurriculumReader
 from tasks.ledger import Ledger
-from tasks.model_files import read_model_files
 from tasks.quarantine import quarantine
 from tasks.role import Role
-from tasks.weights import PolicyReader, Weights, publish_delta, publish_full
+from tasks.training import Training
+from tasks.weights import PolicyReader
 
 Groups = list[list[Sample]]
 
@@ -92,29 +90,24 @@ class Learner:
         Commits after the checkpoint are trained again, which gives the same bits where the backend is deterministic.
         """
         newest = self._ledger.newest
-        weights, _ = self._reader.weights(0)
-        self._dtype = next(iter(weights.values())).dtype
-        policy = build_policy(read_model_files(self._role.store), self._dtype, weights)
-        self._trainer = Trainer(
-            policy.model, self._config.algorithm, self._config.train, total_steps=self._config.steps
-        )
+        self._training = Training(self._role.store, self._config, self._reader.weights(0)[0])
         self._held = 0
-        saved = self._ledger.commit(newest.checkpoint_version).checkpoint if newest is not None else None
-        if newest is not None and saved:
-            self._trainer.load_checkpoint(*checkpoint_from_bytes(get_object(self._role.store, saved[0])))
+        if newest is not None and self._training.load_checkpoint(
+            self._role.store, self._ledger.commit(newest.checkpoint_version)
+        ):
             self._held = newest.checkpoint_version
         for version in range(self._held + 1, self._ledger.state.version + 1):
             self._role.progressed(f"training version {version} again after a restart")
             self._repeat(self._ledger.commit(version))
             self._held = version
-        self._published: Weights = copy_weights(self._trainer.model, self._dtype)
+        self._training.base_on(self._training.weights())
 
     def _repeat(self, commit: Commit) -> None:
         """Train one commit again. Where the backend is not deterministic the published weights win."""
-        self._step([self._groups.read(group) for group in commit.consumed], commit.version)
-        digest = weights_digest(copy_weights(self._trainer.model, self._dtype))
+        self._training.step([self._groups.read(group) for group in commit.consumed], commit.version)
+        digest = self._training.digest()
         if digest != commit.weights.digest:
-            self._trainer.adopt_weights(self._reader.weights(commit.version)[0])
+            self._training.trainer.adopt_weights(self._reader.weights(commit.version)[0])
             note = f"version {commit.version} trained again gave {digest}, committed was {commit.weights.digest}"
             self._role.tell("amend", version=commit.version, error=note)
         self._role.check()
@@ -164,7 +157,7 @@ class Learner:
             return
         started = time.monotonic()
         self._role.progressed(f"training towards version {move.version}")
-        result = self._step(groups, move.version)
+        result = self._training.step(groups, move.version)
         commit = self._publish(move, result, started, waited_s)
         point("train.before_commit")
         if not self._ledger.append(commit):
@@ -180,27 +173,17 @@ class Learner:
             )
         self._last_status = result.status
 
-    def _step(self, groups: Groups, version: int) -> StepResult:
-        return self._trainer.step(groups, version=version - 1, max_staleness=self._config.staleness.bound)
-
     def _publish(self, move: Train, result: StepResult, started: float, waited_s: float) -> Commit:
         """Write weights, and perhaps a checkpoint and a snapshot; return the commit that names them."""
         version, store, writer = move.version, self._role.store, self._role.writer
         newest = self._ledger.newest
         if newest is None:
             raise ProtocolError("there is no commit 0 to train from")
-        weights = copy_weights(self._trainer.model, self._dtype)
-        if version % self._config.train.full_weights_every == 0:
-            reference = publish_full(store, version, writer, weights)
-        else:
-            reference = publish_delta(store, version, writer, weights, self._published)
-        self._published = weights
-        point("train.published")
-        due = version % self._config.train.checkpoint_every == 0 or version == self._config.steps
+        reference = self._training.publish(store, version, writer)
+        due = self._training.is_checkpoint_due(version)
         checkpoint = snapshot = None
         if due:
-            body = checkpoint_to_bytes(*self._trainer.checkpoint_state())
-            checkpoint = (put_named(store, f"checkpoint/{version:010d}-{writer}/state.safetensors", body),)
+            checkpoint = self._training.save_checkpoint(store, version, writer)
             snapshot = put_object(store, "snapshot", ".json", json.dumps(self._ledger.state.snapshot()).encode())
             point("train.checkpointed")
         metrics = result.metrics | {"time/wait_s": waited_s, "time/step_s": time.monotonic() - started}
