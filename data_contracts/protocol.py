@@ -26,6 +26,7 @@ most as many surplus groups as such tickets (`RunState.num_both`); the trainer r
 that is claimed in a lagging view after the last commit stays in flight when the run is over.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -464,21 +465,22 @@ def _plan(state: RunState) -> _Plan:
     blocking: list[Ticket] = []
     victims: list[int] = []
     surplus: list[int] = []
-    fitting: list[Ticket] = []
+    pending: deque[Ticket] = deque()
+    num_fitting = 0
     for ticket in ordered:
         if ticket.number in taken:
             continue
-        fitting.append(ticket)
-        if len(fitting) <= (due(ticket) - t) * rules.groups_per_step:
+        num_fitting += 1
+        if ticket.is_pending:
+            pending.append(ticket)
+        if num_fitting <= (due(ticket) - t) * rules.groups_per_step:
             continue
-        pending = [other for other in fitting if other.is_pending]
+        num_fitting -= 1
         if pending:
-            blocking = blocking or pending
-            victims.append(pending[0].number)
-            fitting.remove(pending[0])
+            blocking = blocking or list(pending)
+            victims.append(pending.popleft().number)
         else:
             surplus.append(ticket.number)
-            fitting.remove(ticket)
     return _Plan(chosen, blocking, tuple(victims), tuple(surplus))
 
 
