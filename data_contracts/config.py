@@ -329,6 +329,28 @@ class EvaluateConfig(Frozen):
     """Limit on a response; None takes that of rollout."""
 
 
+class AuditConfig(Frozen):
+    """The audit of data in windows, by suites of expectations; nothing waits for it."""
+
+    enabled: bool = True
+    """Audit at all."""
+    window_rows: int = Field(default=2048, gt=0)
+    """A window is closed when it has this many rows,"""
+    window_s: float = Field(default=60.0, gt=0)
+    """or when it has been open this long and has at least `min_rows`."""
+    min_rows: int = Field(default=64, gt=0)
+    """A window of fewer rows says too little to be judged."""
+    history: int = Field(default=20, gt=0)
+    """Earlier windows of the run that distribution rules compare with, at most."""
+    min_history: int = Field(default=4, gt=1)
+    """Distribution rules begin once there are this many."""
+    suites: str = ""
+    """Folder with raw.toml, scored.toml or curated.toml, each in place of the shipped suite of that stage (see
+    data_contracts/expectations)."""
+    severity: dict[str, Literal["off", "warn", "stop"]] = {}
+    """Rule name to what its violation does, in place of what the suite says."""
+
+
 class TrackingConfig(Frozen):
     """The exporter into MLflow."""
 
@@ -393,6 +415,8 @@ class RunConfig(Frozen):
     """The training role."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """The evaluation role."""
+    audit: AuditConfig = AuditConfig()
+    """The audit of data in windows."""
     tracking: TrackingConfig = TrackingConfig()
     """The exporter into MLflow."""
     orchestration: OrchestrationConfig = OrchestrationConfig()

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_contracts.trajectory import Stage
+from data_contracts.trajectory import PER_TOKEN, Stage
 
 SKETCH_BINS = 64
 NO_SHINGLE = np.uint64(2**64 - 1)
@@ -79,6 +79,18 @@ def derive(table: pa.Table, stage: Stage) -> pa.Table:
     if stage != "raw":
         columns |= _of_rewards(table, columns["failed"])
     return pa.table({name: pa.array(columns[name]) for name in FEATURES if name in columns})
+
+
+def find_intact(table: pa.Table) -> np.ndarray:
+    """Return [N] bool: rows from which features can be derived: nothing is null, per-token columns are equally long."""
+    intact = np.ones(table.num_rows, bool)
+    for column, field in zip(table.columns, table.schema, strict=True):
+        if column.null_count:
+            intact &= column.is_valid().to_numpy()
+        if pa.types.is_list(field.type) and pc.list_flatten(column).null_count:  # pyright: ignore[reportAttributeAccessIssue]
+            intact &= [row is None or None not in row for row in column.to_pylist()]
+    lengths = [pc.fill_null(pc.list_value_length(table.column(name)), -1).to_numpy() for name in PER_TOKEN]  # pyright: ignore[reportAttributeAccessIssue]
+    return intact & np.all([length == lengths[0] for length in lengths], axis=0)
 
 
 def ragged(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:

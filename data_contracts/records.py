@@ -215,6 +215,42 @@ class Evaluation(Record):
     examples: tuple[dict[str, str], ...] = ()
 
 
+class RuleResult(Frozen):
+    """What one rule of a suite found in one window."""
+
+    rule: str
+    severity: Literal["warn", "stop"]
+    """What a violation does."""
+    passed: bool
+    expected: str
+    """The rule in words, with the bounds it was held to."""
+    observed: str
+    """What the window holds instead."""
+
+
+class Audit(Record):
+    """One entry of log/audit: a window of rows of one stage, held against that stage's suite of expectations."""
+
+    stage: Literal["raw", "scored", "curated"]
+    num_rows: int
+    """Rows in the window."""
+    num_torn: int = 0
+    """Rows that could not be looked at: missing values, columns of unequal lengths, a batch that cannot be read."""
+    results: tuple[RuleResult, ...]
+    unjudged: tuple[str, ...] = ()
+    """Rules that there was not enough history for, or that do not apply to this run."""
+    statistics: dict[str, float] = {}
+    """<column>/<statistic> of this window: the history that later windows are compared with."""
+    covers: dict[str, int]
+    """Log to the number of its records that this and earlier windows hold; of all stages."""
+
+    @property
+    def verdict(self) -> Literal["passed", "warn", "stop"]:
+        """The gravest violation."""
+        grave = {result.severity for result in self.results if not result.passed}
+        return "stop" if "stop" in grave else "warn" if "warn" in grave else "passed"
+
+
 class Control(Record):
     """One entry of log/control: what every role must know."""
 
@@ -255,7 +291,7 @@ class Heartbeat(Frozen):
 
 R = TypeVar("R", bound=BaseModel)
 
-AnyRecord = Claim | Raw | Scored | Curated | Refused | Commit | Evaluation | Control
+AnyRecord = Claim | Raw | Scored | Curated | Refused | Commit | Evaluation | Audit | Control
 """One of the log records."""
 
 

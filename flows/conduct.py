@@ -12,13 +12,15 @@ from pathlib import Path
 
 import typer
 
-from data_contracts.config import LocalModel, RunConfig
+from data_contracts.config import CustomRule, LocalModel, RunConfig
 from data_contracts.errors import ConfigError, StoreError
+from data_contracts.suites import STAGES, check_severities, load_suite
 from flows.play import announce_failure, check_role, play
 from infra import services as servers
 from infra import settings
 from infra.probe import probe
 from infra.runs import Run, create_run, load_run
+from tasks.curation.custom import load as load_rule
 from tasks.supervise import Supervisor, find_living
 
 settings.apply_defaults()
@@ -27,6 +29,7 @@ settings.apply_defaults()
 def start(config: RunConfig, run_id: str | None) -> int:
     """Make a run and conduct it to its end; return the exit code."""
     check_model(config)
+    check_rules(config)
     probe(config.store)
     services = ensure_services()
     return conduct(create_run(config, run_id), services)
@@ -57,6 +60,15 @@ def check_model(config: RunConfig) -> None:
                 f"model.path {folder}: expected a folder with config.json and safetensors; "
                 "`rollflow fetch-model smollm2` makes one"
             )
+
+
+def check_rules(config: RunConfig) -> None:
+    """Raise ConfigError when a rule of curation or a suite of the audit is not there or makes no sense."""
+    for rule in config.curate.rules:
+        if isinstance(rule, CustomRule):
+            load_rule(rule.path)
+    if config.audit.enabled:
+        check_severities([load_suite(stage, config.audit) for stage in STAGES], config.audit)
 
 
 def ensure_services(prefect_port: int | None = None, mlflow_port: int | None = None) -> servers.Services:

@@ -7,7 +7,7 @@ from infra.runs import load_run
 from tasks.role import Role, append_control
 from tasks.supervise import EXPENDABLE
 
-ROLES = ("start", "rollout", "reward", "curate", "train", "evaluate", "export")
+ROLES = ("start", "rollout", "reward", "curate", "train", "evaluate", "audit", "export")
 
 FINAL = (RoleFailed, ProtocolError, TrainingDiverged, ConfigError)
 """Errors that starting the role again cannot mend."""

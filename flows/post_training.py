@@ -1,7 +1,7 @@
 """The post-training flow: places the roles of a run, watches them, and tells them when it is over.
 
     start --commit 0--> rollout --raw--> reward --scored--> curate --curated--> train --commit v+1--> rollout
-                                                                                  |--> evaluate, export
+                                                                                  |--> evaluate, audit, export
 
 The flow waits for the roles' futures. The roles wait for records, never for the flow. A role whose process dies
 is started again by Dask on the replaced worker; a role that raises is retried by Prefect; a role that is dead for
@@ -50,6 +50,7 @@ CLOUD_POLL_S = 5.0
 def role_names(config: RunConfig) -> list[str]:
     """Return the role of each process of a run, one entry per process."""
     names = ["start", "train", *["rollout"] * config.rollout.workers, "reward", "curate", "evaluate"]
+    names += ["audit"] if config.audit.enabled else []
     return [*names, "export"] if config.tracking.enabled else names
 
 

@@ -14,8 +14,8 @@ from infra.log import Log
 from infra.store import Store
 from tasks.role import append_control, read_heartbeats
 
-EXPENDABLE = ("export",)
-"""Roles that a run goes on without: what they show can be made again from the records."""
+EXPENDABLE = ("export", "audit")
+"""Roles that a run goes on without: what they find or show can be made again from the records."""
 
 
 class Supervisor:
