@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 
 from dashboards import accounts, sections
+from dashboards.quality import data_quality
 from dashboards.snapshot import Snapshot, snapshot
 from infra.store import Store
 
@@ -37,6 +38,7 @@ def render_report(run: Snapshot, links: Mapping[str, str] | None = None) -> str:
         sections.throughput(run),
         sections.training(run),
         accounts.books(run),
+        data_quality(run.quality),
         accounts.examples(run),
         accounts.version_table(run),
         accounts.history(run),

@@ -15,8 +15,10 @@ from pydantic import ValidationError
 
 from dashboards.checks import Check, balance
 from dashboards.fold import Activity, Event, Fold, Stage, State, Tally, Version, Worked
+from dashboards.quality import Quality
 from data_contracts.errors import StoreError
 from data_contracts.records import (
+    Audit,
     Claim,
     Commit,
     Control,
@@ -104,6 +106,7 @@ class Snapshot:
         staleness: age in versions to sampled tokens, over all commits.
         refusals, errors: by kind.
         checks: the books, balanced.
+        quality: what the audit found.
         eta_s: seconds to the last step at the recent pace; None when unknown or not running.
         age_s: seconds since the last sign of life, by the reader's clock.
     """
@@ -138,6 +141,7 @@ class Snapshot:
     last_at: float | None
     age_s: float | None
     eta_s: float | None
+    quality: Quality
 
     @property
     def reward(self) -> float | None:
@@ -219,6 +223,8 @@ class RunReader:
         self._commits = self._tail("log/commit", Commit)
         self._evaluations = self._tail("log/eval", Evaluation)
         self._control = self._tail("log/control", Control)
+        self._audits = self._tail("log/audit", Audit)
+        self._quality = Quality()
         self._raw: dict[str, _Tail] = {}
         self._scored: dict[str, _Tail] = {}
 
@@ -252,13 +258,13 @@ class RunReader:
             for tail, position in zip(tails, before, strict=True):
                 tail.position = position
             raise
-        control, evaluations, commits, refused, curated, *rest = read
+        audits, control, evaluations, commits, refused, curated, *rest = read
         num_writers = len(self._scored)
         folding: list[tuple[Callable[[Any], None], list[Any]]] = [(fold.claim, rest[-1])]
         folding += [(fold.raw, records) for records in rest[num_writers:-1]]
         folding += [(fold.scored, records) for records in rest[:num_writers]]
         folding += [(fold.curated, curated), (fold.refused, refused), (fold.commit, commits)]
-        folding += [(fold.evaluation, evaluations), (fold.control, control)]
+        folding += [(fold.evaluation, evaluations), (fold.control, control), (self._quality.audit, audits)]
         for step, records in folding:
             for record in records:
                 step(record)
@@ -266,7 +272,7 @@ class RunReader:
 
     def _tails(self) -> list[_Tail]:
         """Every log, from effects to causes."""
-        first = [self._control, self._evaluations, self._commits, self._refused, self._curated]
+        first = [self._audits, self._control, self._evaluations, self._commits, self._refused, self._curated]
         return [*first, *self._scored.values(), *self._raw.values(), self._claims]
 
     def _follow_new_writers(self) -> None:
@@ -323,6 +329,7 @@ class RunReader:
             last_at=last_at,
             age_s=age_s,
             eta_s=_time_left(fold, config.get("steps")) if state == "running" else None,
+            quality=self._quality,
         )
 
 

@@ -109,7 +109,7 @@ def test_a_second_look_reads_only_what_is_new():
         reader.refresh()
         reads[steps] = (first, objects.reads)
     assert reads[40][0] > 5 * reads[5][0] / 2
-    assert reads[40][1] == reads[5][1] == 6 + 2 * len(WORKERS)
+    assert reads[40][1] == reads[5][1] == 7 + 2 * len(WORKERS)
 
 
 def test_a_store_that_fails_in_between_leaves_no_record_half_counted():
