@@ -379,9 +379,14 @@ def test_nothing_is_moved_unless_stragglers_are_to_be_interrupted(stragglers):
 
 
 def test_nothing_is_moved_while_training_lacks_groups():
-    run = Run(max_staleness=0, stragglers="interrupt")
-    run.claim(2)
-    assert decide_rebase(run.state, "worker", [0, 1], version=0) is None
+    run = Run(max_staleness=1, stragglers="interrupt")
+    run.claim(3)
+    run.settle(1, 2)
+    run.commit()
+    run.claim(1)
+    run.settle(3)
+    assert run.choose() == Wait("groups", (0,))
+    assert decide_rebase(run.state, "worker", [0], version=1) is None
 
 
 def test_a_rebase_by_a_former_owner_changes_nothing():
@@ -427,6 +432,15 @@ def test_the_first_result_settles_a_ticket_and_others_are_recorded_as_late():
     run.put(curated)
     assert decide_verdicts(run.state, "curator", judged) is None, "everything is covered"
     assert followed(run.state) == {"worker": 1}, "only ticket 2 is waited for"
+
+
+def test_verdicts_come_in_the_order_in_which_results_arrived():
+    run = Run(max_attempts=1)
+    run.claim(4)
+    run.put(decide_reclaim(run.state, "w", [Lease(0, 0)], version=0))
+    judged = [Judged("worker", 0, (run.verdict(3), run.verdict(1))), Judged("worker", 1, (run.verdict(2),))]
+    curated = decide_verdicts(run.state, "curator", judged)
+    assert curated is not None and [v.ticket for v in curated.verdicts] == [3, 1, 2, 0]
 
 
 def test_results_of_tickets_that_the_trainer_refused_are_late():

@@ -210,7 +210,29 @@ def test_totals_come_from_the_newest_records():
     assert state.covers == {"a": 2, "b": 1}
 
 
+def test_what_is_covered_is_never_uncovered():
+    state = fold(commit(0), curated(covers={"a": 2}), curated(covers={"a": 1, "b": 1}))
+    assert state.covers == {"a": 2, "b": 1}
+
+
+def test_a_ticket_is_given_up_by_its_newest_attempt_only():
+    begin = (commit(0), claim(0), claim(0, kind="reclaim", attempt=1, next_ticket=1))
+    assert not fold(*begin, claim(0, kind="give_up", attempt=0, next_ticket=1)).tickets[0].given_up
+    state = fold(*begin, claim(0, kind="give_up", attempt=1, next_ticket=1))
+    assert state.tickets[0].given_up
+    state.apply("claim", 3, claim(0, kind="reclaim", attempt=2, next_ticket=1))
+    assert state.tickets[0].attempt == 1, "nobody takes over what was given up"
+
+
 # --- forgetting ---
+
+
+def test_a_view_that_learns_of_the_claims_last_comes_to_the_same():
+    rest = (start(), curated((0, 1), (2,)), commit(1, 0, seen=(1, 1, 1)), commit(2, 1, seen=(1, 1, 1)))
+    last, first = fold(commit(0), *rest, claim(0, 1, 2)), fold(commit(0), claim(0, 1, 2), *rest)
+    assert last == first
+    assert last.account() == (3, 2, 1, 0)
+    assert list(last.tickets) == [1]
 
 
 def test_a_trained_ticket_is_kept_until_no_refusal_can_follow():
@@ -276,6 +298,16 @@ def test_a_snapshot_is_json_and_says_everything():
             each.apply(log, each.next[log], record)
     assert again == state
     assert again.account() == state.account() == (8, 2, 4, 2)
+
+
+def test_a_snapshot_knows_what_is_still_to_be_waited_for():
+    begin = (commit(0), claim(0, 1), start(), curated((0, 1)), commit(1, 0, seen=(1, 1, 1)))
+    ahead = fold(*begin, commit(2, 1, seen=(1, 1, 2)))
+    again = RunState.from_snapshot(RULES, json.loads(json.dumps(ahead.snapshot())))
+    for state in (ahead, again):
+        state.apply("refused", 1, start("second", commit=1))
+    assert 0 not in again.tickets
+    assert again == ahead
 
 
 def test_a_snapshot_shares_nothing_with_the_state():

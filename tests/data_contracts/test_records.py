@@ -13,6 +13,7 @@ from data_contracts import records
 from data_contracts.records import (
     DELIVERED,
     AnyRecord,
+    Audit,
     BatchRef,
     Claim,
     Commit,
@@ -28,6 +29,7 @@ from data_contracts.records import (
     Raw,
     Record,
     Refused,
+    RuleResult,
     Scored,
     Verdict,
     decode_record,
@@ -79,6 +81,14 @@ EXAMPLES: list[BaseModel] = [
         evidence="the loss is nan",
     ),
     Evaluation(writer="e", version=5, digest="ef", metrics={"eval/accuracy": 0.5}, examples=({"prompt": "1+1"},)),
+    Audit(
+        writer="a",
+        stage="raw",
+        num_rows=9,
+        results=(RuleResult(rule="r", severity="warn", passed=False, expected="at most 1", observed="2"),),
+        statistics={"reward/mean": math.nan},
+        covers={"raw/w": 3},
+    ),
     Control(writer="s", kind="fail", role="train", error="boom", detail={"traceback": ["a", 1, None]}),
     Heartbeat(
         role="rollout", writer="w", host="h", pid=1, process_started=0.5, beat=2, state="", held={"3": DELIVERED}
