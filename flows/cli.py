@@ -94,6 +94,22 @@ def reconcile(
 
 
 @app.command()
+def query(
+    name: RunName,
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="A question to trajectories, tickets, commits, evaluations.")],
+    store: StoreUrl = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the answer to this CSV file.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Write the answer to this Parquet file.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows that are printed.")] = 50,
+) -> None:
+    """Ask a run in SQL: every trajectory, what became of it, and every version. infra/query.py has examples."""
+    from flows import query
+    from infra.runs import find_run
+
+    query.query(find_run(name, _store(store)), sql, csv_file=csv, parquet_file=parquet, rows=rows)
+
+
+@app.command()
 def up(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
     """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""
     from flows import conduct
