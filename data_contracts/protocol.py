@@ -272,7 +272,7 @@ class _Settling:
     def collect(self, opinion: Judged) -> None:
         for verdict in opinion.verdicts:
             ticket = self.state.tickets.get(verdict.ticket)
-            if ticket is not None and ticket.is_pending and verdict.attempt >= ticket.floor_attempt:
+            if ticket is not None and ticket.is_pending and not _is_outdated(verdict, ticket):
                 self.candidates.setdefault(verdict.ticket, verdict)
 
     def release(self) -> None:
@@ -298,7 +298,7 @@ class _Settling:
             ticket = self.state.tickets.get(verdict.ticket)
             if ticket is None or not ticket.is_pending or verdict.ticket in self.verdicts:
                 continue
-            if verdict.attempt >= ticket.floor_attempt:
+            if not _is_outdated(verdict, ticket):
                 return False
         return True
 
@@ -309,6 +309,11 @@ class _Settling:
         ticket = self.state.tickets.get(verdict.ticket)
         first = self.verdicts.get(verdict.ticket) or (ticket.verdict if ticket is not None else None)
         return first is not None and (first.attempt, first.batch) == (verdict.attempt, verdict.batch)
+
+
+def _is_outdated(verdict: Verdict, ticket: Ticket) -> bool:
+    """Whether the result is of an attempt before a rebase, whose tokens are too old by now."""
+    return verdict.accepted and verdict.attempt < ticket.floor_attempt
 
 
 # --- train ---

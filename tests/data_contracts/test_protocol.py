@@ -412,6 +412,15 @@ def test_results_of_attempts_before_a_rebase_come_too_late():
     assert run.state.deadline(run.state.tickets[0]) == 2, "tokens before the rebase are out of the loss"
 
 
+def test_a_result_that_could_not_be_judged_settles_whichever_attempt_it_was():
+    run = slow_ticket("interrupt")
+    run.reclaim(0, "second")
+    run.put(decide_rebase(run.state, "second", [0], version=1))
+    unreadable = Verdict(ticket=0, accepted=False, reason="unreadable")  # of which attempt cannot be read either
+    curated = decide_verdicts(run.state, "curator", [Judged("second", 0, (unreadable,))])
+    assert curated is not None and [v.accepted for v in curated.verdicts] == [False]
+
+
 # --- curation ---
 
 
@@ -558,6 +567,21 @@ def test_dropping_names_the_fewest_that_let_training_go_on():
     run.put(decide_refuse(run.state, "trainer", [0], "dropped"))
     choice = run.choose()
     assert isinstance(choice, Train) and [c.ticket for c in choice.consumed] == [3, 4]
+
+
+def test_the_most_urgent_are_dropped_first_and_no_more_than_need_be():
+    run = Run(max_staleness=2, stragglers="drop")
+    run.claim(6)
+    run.settle(4, 5)
+    run.commit()
+    run.claim(2)
+    run.settle(6, 7)  # 0..3 are due at step 2, which has two places, and 6, 7 are ready
+    assert run.choose() == Refuse((0, 1), "dropped")
+    run.put(decide_refuse(run.state, "trainer", [0], "dropped"))
+    assert run.choose() == Refuse((1,), "dropped")
+    run.put(decide_refuse(run.state, "trainer", [1], "dropped"))
+    choice = run.choose()
+    assert isinstance(choice, Train) and [c.ticket for c in choice.consumed] == [6, 7]
 
 
 def test_nothing_is_dropped_while_it_would_not_help():
