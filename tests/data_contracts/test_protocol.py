@@ -584,6 +584,19 @@ def test_the_most_urgent_are_dropped_first_and_no_more_than_need_be():
     assert isinstance(choice, Train) and [c.ticket for c in choice.consumed] == [6, 7]
 
 
+def test_those_with_a_later_deadline_are_not_dropped_for_the_sake_of_others():
+    run = Run(max_staleness=3, stragglers="drop")
+    run.claim(7)
+    run.settle(5, 6)
+    run.commit()
+    run.claim(2)
+    run.settle(4, 7)
+    run.commit()
+    run.claim(3)
+    run.settle(9, 10)  # left behind: 0..3 due at step 3 with two places, 8 due at 4, 11 due at 5
+    assert run.choose() == Refuse((0, 1), "dropped")
+
+
 def test_nothing_is_dropped_while_it_would_not_help():
     run = Run(max_staleness=0, stragglers="drop")
     run.claim(2)
