@@ -94,6 +94,8 @@ class Raw(Record):
     batch: BatchRef
     groups: tuple[GroupRef, ...]
     metrics: dict[str, float] = {}
+    released_from: dict[str, str] = {}
+    """Ticket (as text) to the ticket, attempt and batch of the quarantined result that a person released under it."""
 
 
 class Scored(Record):

@@ -110,6 +110,51 @@ def query(
 
 
 @app.command()
+def quarantine(
+    name: RunName,
+    store: StoreUrl = None,
+    show: Annotated[str | None, typer.Option(metavar="ID", help="Show one refusal: rule, values, rows.")] = None,
+    release: Annotated[str | None, typer.Option(metavar="ID", help="Let its group be trained after all.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Really release; without it, only say what would be done.")] = False,
+) -> None:
+    """List what was refused and why; show one refusal, or release its group under a new ticket."""
+    from flows import quarantine
+    from infra.runs import find_run
+
+    found = find_run(name, _store(store))
+    if release is not None:
+        quarantine.release_entry(found, release, is_confirmed=yes)
+    elif show is not None:
+        quarantine.show_entry(found, show)
+    else:
+        quarantine.list_entries(found)
+
+
+@app.command()
+def presets(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one's fields.")] = None) -> None:
+    """List the named algorithms that `--algorithm.preset NAME` begins from."""
+    from flows import presets
+
+    if name is None:
+        presets.list_presets()
+    else:
+        presets.show_preset(name)
+
+
+@app.command()
+def study(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A TOML file, or the name of a shipped study.")],
+    store: StoreUrl = None,
+    cells: Annotated[int | None, typer.Option(help="Run at most this many cells now; a later call goes on.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Cells run at once, each on a core; the file says how many.")] = None,
+) -> None:
+    """Compare algorithms over staleness and seeds: runs what is not there yet, and writes the report."""
+    from flows.study import conduct_study
+
+    typer.echo(conduct_study(file, store, cells=cells, jobs=jobs))
+
+
+@app.command()
 def up(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
     """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""
     from flows import conduct

@@ -27,11 +27,11 @@ def show_anything(what: str, store_url: str, rows: int) -> None:
     if match is None:
         show_run(run.store)
     else:
-        show_batch(run.store, match["name"], _decoder(run), rows=rows)
+        show_batch(run.store, match["name"], decoder(run), rows=rows)
 
 
-def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
-    """Return what turns token ids into text; None when the run has no version 0 yet."""
+def decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
+    """Return what turns token ids of a run into text; None when the run has no version 0 yet."""
     from tasks.model_files import read_model_files
     from tasks.prompts import tokenizer_from_files
 

@@ -47,6 +47,8 @@ class Usable:
     table: pa.Table | None
     groups: list[GroupRef]
     refused: dict[str, str] = field(default_factory=dict)
+    evidence: dict[str, dict[str, object]] = field(default_factory=dict)
+    """Ticket (as text) to what every bad row of its group was refused for."""
 
 
 class Judge:
@@ -92,7 +94,7 @@ class Judge:
     def _score(self, writer: str, record: Raw) -> Scored:
         usable = self._sift(record)
         for ticket, why in usable.refused.items():
-            quarantine(self._role.store, "reward", [int(ticket)], why, {}, record.batch)
+            quarantine(self._role.store, "reward", [int(ticket)], why, usable.evidence.get(ticket, {}), record.batch)
         batch = None
         metrics: dict[str, float] = {}
         if usable.table is not None and usable.groups:
@@ -129,16 +131,18 @@ class Judge:
             return Usable(table, list(record.groups))
         kept: list[GroupRef] = []
         refused: dict[str, str] = {}
+        evidence: dict[str, dict[str, object]] = {}
         rows: list[int] = []
         for group in record.groups:
             own = range(group.first_row, group.first_row + group.num_rows)
             why = next((invalid[row] for row in own if row in invalid), "")
             if why:
                 refused[str(group.ticket)] = f"contract: {why}"
+                evidence[str(group.ticket)] = {"rows": {str(row): invalid[row] for row in own if row in invalid}}
             else:
                 kept.append(group.model_copy(update={"first_row": len(rows)}))
                 rows.extend(own)
-        return Usable(table.take(pa.array(rows, pa.int64())), kept, refused)
+        return Usable(table.take(pa.array(rows, pa.int64())), kept, refused, evidence)
 
     def _count(self) -> dict[str, float]:
         busy_s, waiting_s = self._counted
