@@ -1,21 +1,19 @@
 """The algorithm of a step, as data: advantage, proximal policy, importance weight, trust region, aggregation.
 
 Each part is a union with a `type`; the function behind a class stands in a dict of models/ under that class
-(ADVANTAGES, WEIGHTS, LOSSES, AGGREGATIONS, REGULARIZERS). To add a method: a class in its union here, a
-function and a line of the dict there, and a test. Three policies appear: *behavior* (who sampled), *proximal*
-(anchor of the trust region) and *current* (whose weights get the gradient).
+(ADVANTAGES, PROXIMALS, WEIGHTS, LOSSES, FILTERS, AGGREGATIONS, REGULARIZERS). To add a method: a class in its union
+here (losses: in data_contracts/losses.py), a function and a line of the dict there, and a test. Named recipes stand
+in data_contracts/presets.py. Three policies appear: *behavior* (who sampled), *proximal* (anchor of the trust
+region) and *current* (whose weights get the gradient); a fourth, the *reference*, is version 0.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Part(BaseModel):
-    """One choice of the algorithm: frozen, closed, described by the text under each field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
+from data_contracts.losses import Loss, Part, PpoClip, PpoEwma
+from data_contracts.presets import expand
 
 # Advantages
 
@@ -92,9 +90,46 @@ class Gpg(Part):
     type: Literal["gpg"] = "gpg"
 
 
+class Gd2po(Part):
+    """Components normalized within their group and summed, without samples whose components disagree (GD2PO)."""
+
+    type: Literal["gd2po"] = "gd2po"
+    drop: Literal["all", "weak"] = "weak"
+    """Drop every sample with components of both signs, or those whose components nearly cancel."""
+    threshold: float = Field(default=0.2, ge=0, le=1)
+    """With weak: |sum| over sum of sizes below which components nearly cancel."""
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to each standard deviation."""
+    component_weights: dict[str, float] = {}
+    """Weight of a component by name; those not named have 1."""
+
+
+class Ddca(Part):
+    """Accuracy relative to the group, and for right answers their length relative to the other right ones (DDCA)."""
+
+    type: Literal["ddca"] = "ddca"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """Normalize by mean and deviation (n) of the group, or subtract the mean of the others."""
+    beta: float = Field(default=0.2, ge=0)
+    """Weight of the length."""
+    right_above: float = 0.5
+    """A sample with a larger reward is right."""
+
+
 Advantage = Annotated[
-    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | AsymRe | Gpg, Field(discriminator="type")
+    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | Gd2po | Ddca | AsymRe | Gpg,
+    Field(discriminator="type"),
 ]
+
+
+class RewardKl(Part):
+    """A divergence from the reference policy (version 0), summed over a response and taken off its reward."""
+
+    coefficient: float = Field(default=0.001, gt=0)
+    """Reward per nat."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of the behavior policy from the reference, token by token: log p - log q, its half square, or k3. No gradient
+    flows through a reward, so k1 is the unbiased one."""
 
 
 # Proximal policy
@@ -120,29 +155,64 @@ class InterpolatedProximal(Part):
     """Interpolate log-probabilities or probabilities."""
 
 
-Proximal = Annotated[BehaviorProximal | RecomputedProximal | InterpolatedProximal, Field(discriminator="type")]
+class EwmaProximal(Part):
+    """An exponentially weighted average of all weights so far (PPO-EWMA); costs a forward pass."""
+
+    type: Literal["ewma"] = "ewma"
+    decay: float = Field(default=0.9, gt=0, lt=1)
+    """Weight of the past at each optimizer update; the center of mass lies 1 / (1 - decay) - 1 updates back."""
+
+
+class SnapshotProximal(Part):
+    """The weights of an exact earlier version, which the trainer keeps; costs a forward pass."""
+
+    type: Literal["snapshot"] = "snapshot"
+    lag: int = Field(default=1, gt=0, le=64)
+    """How many versions back; every one of them is kept in memory and in checkpoints."""
+
+
+Proximal = Annotated[
+    BehaviorProximal | RecomputedProximal | InterpolatedProximal | EwmaProximal | SnapshotProximal,
+    Field(discriminator="type"),
+]
 
 
 # Importance weights from the behavior to the proximal policy
 
 
-class NoWeights(Part):
+class WeightPart(Part):
+    """What the trainer must know of any importance weight, beside its numbers."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return False
+
+
+class NoWeights(WeightPart):
     """Every token counts once."""
 
     type: Literal["none"] = "none"
 
 
-class TruncatedWeights(Part):
+class TruncatedWeights(WeightPart):
     """The ratio of proximal to behavior policy, cut off from above (TIS)."""
 
     type: Literal["truncated"] = "truncated"
-    level: Literal["token", "sequence"] = "token"
-    """One ratio per token, or the product over the sequence for all its tokens."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One ratio per token, or for all tokens of a sequence the product or the geometric mean of theirs."""
     cap: float = Field(default=2.0, gt=0)
     """Largest weight."""
+    normalize: bool = False
+    """Divide by the mean weight of the update, over tokens or (for the other levels) over sequences."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return self.normalize
 
 
-class MaskedWeights(Part):
+class MaskedWeights(WeightPart):
     """The ratio of proximal to behavior policy inside a band; outside it the tokens leave the loss (MIS, IcePop)."""
 
     type: Literal["masked"] = "masked"
@@ -153,6 +223,8 @@ class MaskedWeights(Part):
     """Smallest ratio kept, itself included."""
     high: float = Field(default=3.0, gt=0)
     """Largest ratio kept, itself included."""
+    weight: Literal["ratio", "one"] = "ratio"
+    """What counts inside the band: the ratio, or 1, which only rejects (Geo-RS)."""
 
     @model_validator(mode="after")
     def _is_a_band(self) -> "MaskedWeights":
@@ -161,139 +233,23 @@ class MaskedWeights(Part):
         return self
 
 
-Importance = Annotated[NoWeights | TruncatedWeights | MaskedWeights, Field(discriminator="type")]
+class AdaptiveWeights(WeightPart):
+    """Between no weights and the token's ratio, by how bad the mismatch and how good the weights are.
+
+    An interpretation of adaptive importance sampling (AIS) from its abstract, not the authors' definition.
+    """
+
+    type: Literal["adaptive"] = "adaptive"
+    kl_full: float = Field(default=0.01, gt=0)
+    """Mismatch (k3, nats per token) from which the correction has its full strength."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return True
 
 
-# Trust region between the proximal and the current policy
-
-
-class LossPart(Part):
-    """What the trainer must know of any loss, beside its numbers."""
-
-    uses_proximal: ClassVar[bool] = True
-    """Whether the proximal policy enters the loss itself."""
-    uses_behavior: ClassVar[bool] = False
-    """Whether the loss takes its ratio against the behavior policy whatever the proximal policy is."""
-    needs_whole_update: ClassVar[bool] = False
-    """Whether a token's loss depends on those of other microbatches; costs a forward pass when there are several."""
-
-
-class PpoClip(LossPart):
-    """The clipped surrogate, with separate bounds and an optional second bound for negative advantages."""
-
-    type: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is kept above 1 - clip_low."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """The ratio is kept below 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """With a negative advantage the loss is at most this times its size; None leaves it unbounded."""
-
-
-class Reinforce(LossPart):
-    """Minus advantage times log-probability: no trust region."""
-
-    type: Literal["reinforce"] = "reinforce"
-    uses_proximal: ClassVar[bool] = False
-
-
-class Gspo(LossPart):
-    """The clipped surrogate on the geometric mean of a sequence's ratios; usually with seq_mean_token_mean."""
-
-    type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """The sequence's ratio is kept above 1 - clip_low."""
-    clip_high: float = Field(default=4e-4, gt=0)
-    """The sequence's ratio is kept below 1 + clip_high."""
-
-
-class Cispo(LossPart):
-    """Log-probability weighted by the bounded ratio: no token loses its gradient (CISPO)."""
-
-    type: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The weight is at least 1 - clip_low; 1 leaves it unbounded below."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """The weight is at most 1 + clip_high."""
-
-
-class Sapo(LossPart):
-    """A smooth gate instead of a clip (SAPO)."""
-
-    type: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(default=1.0, gt=0)
-    """Steepness of the gate for positive advantages."""
-    tau_negative: float = Field(default=1.05, gt=0)
-    """Steepness of the gate for the others."""
-
-
-class Gmpo(LossPart):
-    """The geometric mean of a sequence's ratios, each clipped in log space (GMPO); with seq_mean_token_mean."""
-
-    type: Literal["gmpo"] = "gmpo"
-    clip: float = Field(default=0.4, gt=0)
-    """Log-ratios are kept within plus or minus this where that lowers the objective (nats)."""
-
-
-class Topr(LossPart):
-    """Good samples by likelihood, others weighted by the ratio cut off at 1 (TOPR, by token)."""
-
-    type: Literal["topr"] = "topr"
-
-
-class M2po(LossPart):
-    """The clipped surrogate whose bounds come from the second moment of the log-ratios of harmful tokens (M2PO)."""
-
-    type: Literal["m2po"] = "m2po"
-    needs_whole_update: ClassVar[bool] = True
-    budget: float = Field(default=0.04, gt=0)
-    """Second moment that the harmful tokens may have before they are clipped (nats squared)."""
-    floor_low: float = Field(default=0.3, gt=0, le=1)
-    """The lower margin is at least this."""
-    floor_high: float = Field(default=0.5, gt=0)
-    """The upper margin is at least this."""
-
-
-class Sao(LossPart):
-    """Log-probability weighted by the ratio to the behavior policy, 0 outside a band (SAO's token clip)."""
-
-    type: Literal["sao"] = "sao"
-    uses_behavior: ClassVar[bool] = True
-    clip_low: float = Field(default=0.3, gt=0, le=1)
-    """Tokens count whose ratio is above 1 - clip_low."""
-    clip_high: float = Field(default=5.0, gt=0)
-    """Tokens count whose ratio is below 1 + clip_high."""
-
-
-class DppoTv(LossPart):
-    """The ratio to the behavior policy, without tokens whose probability moved too far (DPPO, total variation)."""
-
-    type: Literal["dppo_tv"] = "dppo_tv"
-    uses_behavior: ClassVar[bool] = True
-    limit: float = Field(default=0.2, gt=0, le=1)
-    """Largest change of probability in the direction of the advantage."""
-    kl_coefficient: float = Field(default=1e-3, ge=0)
-    """Loss per squared log-ratio, also of tokens left out."""
-
-
-class Vespo(LossPart):
-    """Log-probability weighted by a smooth bump of the whole sequence's ratio to the behavior policy (VESPO)."""
-
-    type: Literal["vespo"] = "vespo"
-    uses_behavior: ClassVar[bool] = True
-    power_positive: float = Field(default=2.0, gt=0)
-    """Power of the ratio with advantages from 0."""
-    decay_positive: float = Field(default=3.0, gt=0)
-    """Decay in the ratio with advantages from 0."""
-    power_negative: float = Field(default=3.0, gt=0)
-    """Power of the ratio with negative advantages."""
-    decay_negative: float = Field(default=2.0, gt=0)
-    """Decay in the ratio with negative advantages."""
-
-
-Loss = Annotated[
-    PpoClip | Reinforce | Gspo | Cispo | Sapo | Gmpo | Topr | M2po | Sao | DppoTv | Vespo, Field(discriminator="type")
-]
+Importance = Annotated[NoWeights | TruncatedWeights | MaskedWeights | AdaptiveWeights, Field(discriminator="type")]
 
 
 # Filters: tokens that leave the loss for what the current weights make of them; denominators stay
@@ -315,7 +271,18 @@ class Veto(Part):
     """Smallest ratio of current to behavior probability."""
 
 
-Filter = Annotated[OffPolicySequenceMask | Veto, Field(discriminator="type")]
+class FailureVeto(Part):
+    """In a sequence with a negative advantage, drops what follows the first token that has become too likely.
+
+    An interpretation of Mu-GRPO's veto from its abstract: the token itself stays, and so do the denominators.
+    """
+
+    type: Literal["failure_veto"] = "failure_veto"
+    threshold: float = Field(default=1.5, gt=1)
+    """Largest ratio of current to behavior probability (our choice)."""
+
+
+Filter = Annotated[OffPolicySequenceMask | Veto | FailureVeto, Field(discriminator="type")]
 
 
 # Aggregation of token losses
@@ -367,31 +334,108 @@ class EntropyBonus(Part):
     """Loss per nat."""
 
 
+class AdaptiveEntropy(Part):
+    """An entropy bonus whose coefficient rises while the entropy is at most a target, and falls else.
+
+    The bonus is applied in steps that follow one whose entropy was at most the target.
+    """
+
+    type: Literal["adaptive_entropy"] = "adaptive_entropy"
+    target: float = Field(default=0.3, gt=0)
+    """Entropy to keep (nats per token)."""
+    change: float = Field(default=0.005, gt=0)
+    """Change of the coefficient per step."""
+    largest: float = Field(default=1.0, gt=0)
+    """Largest coefficient; the smallest is 0, where it starts."""
+
+
 class KlPenalty(Part):
     """An estimate of the divergence of the current policy from an earlier one."""
 
     type: Literal["kl"] = "kl"
-    towards: Literal["behavior", "proximal"] = "behavior"
-    """The policy to stay near."""
-    estimator: Literal["k2", "k3", "k3_plus"] = "k2"
-    """k2 has the gradient of the reverse divergence; k3 that of the forward one; k3_plus has the value of k3 and
-    the gradient of k2. (k1 is missing: as a loss its gradient is zero in expectation.)"""
+    towards: Literal["behavior", "proximal", "reference"] = "behavior"
+    """The policy to stay near; the reference is version 0 and costs a forward pass."""
+    estimator: Literal["k1", "k2", "k3", "k1_plus", "k3_plus"] = "k2"
+    """k2 has the gradient of the reverse divergence; k3 that of the forward one; k1_plus and k3_plus have the value
+    of k1 and k3 and the gradient of k2. The gradient of k1 is zero in expectation, so it needs `reweight`."""
     coefficient: float = Field(default=0.001, gt=0)
     """Loss per nat."""
+    reweight: bool = False
+    """Multiply by the ratio of current to behavior probability, with its gradient: right for stale tokens too."""
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> "KlPenalty":
+        if self.estimator == "k1" and not self.reweight:
+            raise ValueError(
+                "estimator 'k1' as a loss has a gradient that is zero in expectation, so it regularizes nothing; "
+                "choose 'k2' or 'k1_plus', or set reweight"
+            )
+        return self
 
 
-Regularizer = Annotated[EntropyBonus | KlPenalty, Field(discriminator="type")]
+Regularizer = Annotated[EntropyBonus | AdaptiveEntropy | KlPenalty, Field(discriminator="type")]
+
+
+# What staleness does to the step's size
+
+
+class FixedStep(Part):
+    """The learning rate of the schedule."""
+
+    type: Literal["fixed"] = "fixed"
+
+
+class EssStep(Part):
+    """The learning rate shrinks with the effective sample size over sequences (VCPO)."""
+
+    type: Literal["ess"] = "ess"
+    rule: Literal["sqrt", "linear"] = "sqrt"
+    """How the rate falls with the effective sample size per sequence."""
+    full_at: float = Field(default=1.0, gt=0, le=1)
+    """Effective sample size per sequence from which the rate is whole."""
+
+
+StepSize = Annotated[FixedStep | EssStep, Field(discriminator="type")]
+
+
+# How one optimizer update is made
+
+
+class PlainUpdate(Part):
+    """One step along the gradient."""
+
+    type: Literal["plain"] = "plain"
+
+
+class SlowFastUpdate(Part):
+    """Some steps on the same tokens, a step back towards the start, and one more (SFPO; from notes, numbers ours)."""
+
+    type: Literal["slow_fast"] = "slow_fast"
+    fast_steps: int = Field(default=3, gt=0)
+    """Steps on the same tokens before the step back."""
+    keep: float = Field(default=0.5, ge=0, le=1)
+    """How much of their way is kept: start + keep (end - start)."""
+    window: int = Field(default=16, gt=1)
+    """Steps whose entropies say what is usual."""
+    limit: float = Field(default=2.0, gt=0)
+    """When the entropy is this many deviations from usual, nothing of the way is kept."""
+
+
+Update = Annotated[PlainUpdate | SlowFastUpdate, Field(discriminator="type")]
 
 
 class AlgorithmConfig(Part):
     """What a step computes: the defaults are GRPO with the clipped ratio against the behavior policy.
 
-    Kimi-1.5 is reinforce with a kl of estimator k2 towards proximal; Dr. GRPO is grpo with std none and
-    constant_norm; DAPO is the default with dual_clip 10.
+    `preset` begins from a published recipe; every other field that is given replaces that of the recipe.
     """
 
+    preset: str = ""
+    """Name of the recipe that this began from (`rollflow presets` lists them); empty for none."""
     advantage: Advantage = Grpo()
     """How rewards become advantages."""
+    reward_kl: RewardKl | None = None
+    """Divergence from the reference policy taken off the rewards; None takes nothing."""
     proximal: Proximal = BehaviorProximal()
     """Which policy anchors the trust region."""
     importance: Importance = NoWeights()
@@ -404,28 +448,100 @@ class AlgorithmConfig(Part):
     """How token losses become one number."""
     regularizers: tuple[Regularizer, ...] = ()
     """What else is minimized."""
+    step_size: StepSize = FixedStep()
+    """What staleness does to the learning rate."""
+    update: Update = PlainUpdate()
+    """How one optimizer update is made."""
     truncated: Literal["keep", "mask"] = "keep"
     """Whether responses cut off by the length limit stay in the loss; their rewards count either way."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _begins_from_its_preset(cls, values: Any) -> Any:
+        return expand(values)
+
     @model_validator(mode="after")
     def _does_not_contradict_itself(self) -> "AlgorithmConfig":
-        if isinstance(self.proximal, BehaviorProximal):
-            if not isinstance(self.importance, NoWeights):
-                raise ValueError(
-                    f"importance {self.importance.type!r} with proximal 'behavior': ratios are already taken against "
-                    "the behavior policy, so the correction would be counted twice; set importance 'none' or proximal "
-                    "'recomputed'"
-                )
-            return self
-        if self.loss.uses_behavior:
-            raise ValueError(
-                f"loss {self.loss.type!r} takes its ratio against the behavior policy, so with proximal "
-                f"{self.proximal.type!r} the correction would be counted twice; set proximal 'behavior'"
+        for complaint in self._contradictions():
+            raise ValueError(complaint)
+        return self
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's loss depends on tokens of other microbatches."""
+        return self.loss.needs_whole_update or self.importance.needs_whole_update
+
+    def compared_with_behavior(self) -> str:
+        """Return which part compares with the recorded log-probabilities of the behavior policy; empty for none."""
+        if isinstance(self.proximal, InterpolatedProximal):
+            return "proximal 'interpolated'"
+        if not isinstance(self.importance, NoWeights):
+            return f"importance {self.importance.type!r}"
+        if self.loss.uses_behavior or (self.loss.uses_proximal and isinstance(self.proximal, BehaviorProximal)):
+            return f"loss {self.loss.type!r}"
+        if self.filters:
+            return f"filter {self.filters[0].type!r}"
+        if any(isinstance(r, KlPenalty) and self._is_kl_of_behavior(r) for r in self.regularizers):
+            return "regularizer 'kl'"
+        if self.reward_kl is not None:
+            return "reward_kl"
+        return "step_size 'ess'" if isinstance(self.step_size, EssStep) else ""
+
+    def _is_kl_of_behavior(self, penalty: KlPenalty) -> bool:
+        near = penalty.towards == "proximal" and isinstance(self.proximal, BehaviorProximal)
+        return penalty.towards == "behavior" or penalty.reweight or near
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from self._double_counts()
+        yield from self._idle_parts()
+
+    def _double_counts(self) -> Iterator[str]:
+        proximal, importance, loss = self.proximal, self.importance, self.loss
+        if isinstance(proximal, BehaviorProximal) and not isinstance(importance, NoWeights):
+            yield (
+                f"importance {importance.type!r} with proximal 'behavior': ratios are already taken against the "
+                "behavior policy, so the correction would be counted twice; set importance 'none' or proximal "
+                "'recomputed'"
             )
+        if isinstance(loss, PpoEwma):
+            if isinstance(proximal, BehaviorProximal):
+                yield (
+                    "loss 'ppo_ewma' with proximal 'behavior' is plain clipping; set proximal 'ewma', or loss "
+                    "'ppo_clip'"
+                )
+            if not isinstance(importance, NoWeights):
+                yield (
+                    f"loss 'ppo_ewma' already divides by the behavior policy, so importance {importance.type!r} "
+                    "would be counted twice; set importance 'none', or loss 'ppo_clip'"
+                )
+        elif loss.uses_behavior and not isinstance(proximal, BehaviorProximal):
+            yield (
+                f"loss {loss.type!r} takes its ratio against the behavior policy, so with proximal "
+                f"{proximal.type!r} the correction would be counted twice; set proximal 'behavior'"
+            )
+
+    def _idle_parts(self) -> Iterator[str]:
+        loss = self.loss
         pulled = any(isinstance(r, KlPenalty) and r.towards == "proximal" for r in self.regularizers)
-        if not self.loss.uses_proximal and isinstance(self.importance, NoWeights) and not pulled:
-            raise ValueError(
-                f"proximal {self.proximal.type!r} has no effect with loss {self.loss.type!r} and importance 'none'; "
+        is_used = loss.uses_proximal or not isinstance(self.importance, NoWeights) or pulled
+        if not isinstance(self.proximal, BehaviorProximal) and not is_used:
+            yield (
+                f"proximal {self.proximal.type!r} has no effect with loss {loss.type!r} and importance 'none'; "
                 "set proximal 'behavior', or an importance"
             )
-        return self
+        if loss.aggregates_itself:
+            if not isinstance(self.aggregation, TokenMean):
+                yield (
+                    f"loss {loss.type!r} is one number of its own, so aggregation {self.aggregation.type!r} would "
+                    "scale it wrongly; set aggregation 'token_mean'"
+                )
+            if self.filters or not isinstance(self.importance, NoWeights):
+                yield f"loss {loss.type!r} is one number of its own: remove filters and set importance 'none'"
+        if not loss.uses_advantage and not isinstance(self.advantage, Grpo):
+            yield (
+                f"loss {loss.type!r} reads rewards, so advantage {self.advantage.type!r} has no effect; "
+                "leave advantage out"
+            )
+        adaptive = sum(isinstance(r, AdaptiveEntropy) for r in self.regularizers)
+        if adaptive and any(isinstance(r, EntropyBonus) for r in self.regularizers) or adaptive > 1:
+            yield "two entropy bonuses pull at one quantity: keep one of regularizers 'entropy' and 'adaptive_entropy'"

@@ -112,9 +112,9 @@ class SamplingConfig(Frozen):
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus kept."""
+    """Nucleus kept; less than 1 only with an algorithm that does not compare with the behavior policy."""
     top_k: int = Field(default=0, ge=0)
-    """Most likely tokens kept; 0 keeps all."""
+    """Most likely tokens kept; 0 keeps all, others as with top_p."""
     max_new_tokens: int = Field(default=4, gt=0)
     """Limit on a response in tokens."""
     stop: tuple[str, ...] = ()
@@ -442,7 +442,19 @@ class RunConfig(Frozen):
             )
         if not self.envs:
             raise ValueError("envs is empty: name at least one")
+        self._refuse_ratios_of_two_distributions()
         return self
+
+    def _refuse_ratios_of_two_distributions(self) -> None:
+        """Refuse ratios to a nucleus: recorded log-probabilities are those of the tokens kept, the trainer's of all."""
+        sampling, part = self.rollout.sampling, self.algorithm.compared_with_behavior()
+        cut = f"top_p {sampling.top_p}" if sampling.top_p < 1 else f"top_k {sampling.top_k}" if sampling.top_k else ""
+        if cut and part:
+            raise ValueError(
+                f"rollout.sampling.{cut} with algorithm {part}: it compares log-probabilities of the kept tokens alone "
+                "with the trainer's of all tokens, which is no ratio of one distribution; set top_p 1 and top_k 0, or "
+                "algorithm.proximal 'recomputed' without importance weights"
+            )
 
     @property
     def is_deterministic(self) -> bool:

@@ -110,27 +110,6 @@ def query(
 
 
 @app.command()
-def quarantine(
-    name: RunName,
-    store: StoreUrl = None,
-    show: Annotated[str | None, typer.Option(metavar="ID", help="Show one refusal: rule, values, rows.")] = None,
-    release: Annotated[str | None, typer.Option(metavar="ID", help="Let its group be trained after all.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Really release; without it, only say what would be done.")] = False,
-) -> None:
-    """List what was refused and why; show one refusal, or release its group under a new ticket."""
-    from flows import quarantine
-    from infra.runs import find_run
-
-    found = find_run(name, _store(store))
-    if release is not None:
-        quarantine.release_entry(found, release, is_confirmed=yes)
-    elif show is not None:
-        quarantine.show_entry(found, show)
-    else:
-        quarantine.list_entries(found)
-
-
-@app.command()
 def presets(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one's fields.")] = None) -> None:
     """List the named algorithms that `--algorithm.preset NAME` begins from."""
     from flows import presets

@@ -70,6 +70,8 @@ def load_run_config(source: str | Path, arguments: Sequence[str] = ()) -> RunCon
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as cause:
         raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
+    if isinstance(values.get("algorithm"), str):  # a preset's name; the command line may add fields to it
+        values["algorithm"] = {"preset": values["algorithm"]}
     return _resolve(_Layers, values, arguments, str(path))
 
 
@@ -85,6 +87,8 @@ def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
     values = config.model_dump(mode="json")
     words = [part for word in arguments for part in word.split("=", 1)]
     for word, following in zip(words, words[1:], strict=False):
+        if word == "--algorithm.preset":
+            values["algorithm"] = {"preset": following}
         if word.startswith("--") and word.endswith(".type"):
             _forget_other_kind(values, word.removeprefix("--").split("."), following)
     return _resolve(_Overrides, values, arguments, "command line")

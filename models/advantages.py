@@ -3,13 +3,13 @@
 Legend: S sequences, N tokens, K groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from data_contracts.algorithm import AsymRe, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
+from data_contracts.algorithm import AsymRe, Ddca, Gd2po, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
 from data_contracts.errors import ContractError
 from models.tokens import sequence_lengths
 
@@ -94,10 +94,7 @@ def reinforce_pp(outcomes: Outcomes, cfg: ReinforcePlusPlus) -> Tensor:
     Rewards count for every token of their response (discount 1), tokens behind tool output included.
     """
     values = outcomes.to_tokens(outcomes.centered() if cfg.group_baseline else outcomes.rewards)
-    counted = values[outcomes.mask]
-    if counted.numel() < 2 or (counted == counted[0]).all():
-        return torch.zeros_like(values)
-    return (values - counted.mean()) / (counted.var() + cfg.eps).sqrt()
+    return _whiten(values, outcomes.mask, eps=cfg.eps)
 
 
 def opo(outcomes: Outcomes, cfg: Opo) -> Tensor:
@@ -141,26 +138,73 @@ def gdpo(outcomes: Outcomes, cfg: Gdpo) -> Tensor:
     Raises:
         ContractError: there are no components, or one that the config names is missing everywhere.
     """
+    parts = torch.stack(list(_normalized_components(outcomes, cfg, "gdpo")))
+    total, flat = parts.sum(0), (outcomes.group_sum((parts != 0).any(0).double()) == 0)[outcomes.group]
+    normalized = (total - total.mean()) / (_std(total) + cfg.eps)
+    return outcomes.to_tokens(torch.where(flat, torch.zeros_like(normalized), normalized))
+
+
+def _normalized_components(outcomes: Outcomes, cfg: Gdpo | Gd2po, name: str) -> Iterator[Tensor]:
+    """Yield (value - mean) / (std + eps) of each group [S], times its weight, by component; 0 where unknown."""
     missing = sorted(cfg.component_weights.keys() - outcomes.components.keys())
     if not outcomes.components or missing:
         raise ContractError(
-            f"advantage gdpo: expected reward components {missing or 'of any name'}, got "
+            f"advantage {name}: expected reward components {missing or 'of any name'}, got "
             f"{sorted(outcomes.components)}; correct component_weights or let the env report them"
         )
-    total = torch.zeros_like(outcomes.rewards)
-    flat = torch.ones_like(outcomes.rewards, dtype=torch.bool)
-    for name, values in outcomes.components.items():
+    for component, values in outcomes.components.items():
         known = ~values.isnan()
         values = torch.where(known, values, torch.zeros_like(values))
         count = outcomes.group_sum(known.double())[outcomes.group]
-        equal = outcomes.is_constant(values)
         centered = torch.where(known, values - _divide(outcomes.group_sum(values)[outcomes.group], count), 0.0)
-        centered = torch.where(equal, torch.zeros_like(centered), centered)
+        centered = torch.where(outcomes.is_constant(values), torch.zeros_like(centered), centered)
         std = (outcomes.group_sum(centered**2)[outcomes.group] / (count - 1).clamp(min=1)).sqrt()
-        total = total + cfg.component_weights.get(name, 1.0) * centered / (std + cfg.eps)
-        flat &= equal
-    normalized = (total - total.mean()) / (_std(total) + cfg.eps)
-    return outcomes.to_tokens(torch.where(flat, torch.zeros_like(normalized), normalized))
+        yield cfg.component_weights.get(component, 1.0) * centered / (std + cfg.eps)
+
+
+def gd2po(outcomes: Outcomes, cfg: Gd2po) -> Tensor:
+    """Return the sum of normalized components without disagreeing samples, whitened over the tokens kept [N].
+
+    A sample disagrees when it has components above 0 and below 0; with drop weak it is dropped only if they nearly
+    cancel. Sums are scaled by the share of the group that is kept, before whitening.
+
+    Raises:
+        ContractError: there are no components, or one that the config names is missing everywhere.
+    """
+    parts = torch.stack(list(_normalized_components(outcomes, cfg, "gd2po")))
+    total, size = parts.sum(0), parts.abs().sum(0)
+    dropped = (parts > 1e-8).any(0) & (parts < -1e-8).any(0)
+    if cfg.drop == "weak":
+        dropped &= total.abs() / (size + 1e-8) < cfg.threshold
+    kept_share = outcomes.group_mean((~dropped).double())
+    counted = ~dropped[outcomes.sequence]
+    values = _whiten(outcomes.to_tokens(total * kept_share), outcomes.mask & counted, eps=1e-8)
+    return torch.where(counted, values, torch.zeros_like(values))
+
+
+def ddca(outcomes: Outcomes, cfg: Ddca) -> Tensor:
+    """Return accuracy relative to the group plus beta times length relative to its right answers [N].
+
+    Lengths are standardized over the group's right answers (n) and squashed; the shorter the better; wrong answers
+    have no part in it, and the part is scaled by the share of right answers.
+    """
+    right = outcomes.rewards > cfg.right_above
+    size, num_right = outcomes.group_size(), outcomes.group_sum(right.double())[outcomes.group]
+    lengths = outcomes.lengths
+    centered = torch.where(right, lengths - _mean_over(outcomes, lengths, right), 0.0)
+    spread = (outcomes.group_sum(centered**2)[outcomes.group] / num_right.clamp(min=1)).sqrt().clamp(min=1e-8)
+    squashed = torch.sigmoid((centered / (spread + 1e-8)).clamp(-20, 20))
+    accuracy = outcomes.centered()
+    if cfg.baseline == "mean":
+        std = (outcomes.group_sum(accuracy**2)[outcomes.group] / size).sqrt()
+        accuracy = _divide(accuracy, std + 1e-8)
+        others = _mean_over(outcomes, squashed, right)
+    else:
+        accuracy = accuracy * size / (size - 1).clamp(min=1)
+        total = outcomes.group_sum(torch.where(right, squashed, 0.0))[outcomes.group]
+        others = (total - squashed) / (num_right - 1).clamp(min=1)
+    shorter = torch.where(right & (num_right > 1), -(squashed - others) * num_right / size, 0.0)
+    return outcomes.to_tokens(accuracy + cfg.beta * shorter)
 
 
 def asymre(outcomes: Outcomes, cfg: AsymRe) -> Tensor:
@@ -173,6 +217,21 @@ def gpg(outcomes: Outcomes, cfg: Gpg) -> Tensor:
     del cfg
     scale = len(outcomes.rewards) / max(int((outcomes.rewards != 0).sum()), 1)
     return outcomes.to_tokens(scale * outcomes.centered())
+
+
+def _whiten(values: Tensor, counted: Tensor, *, eps: float) -> Tensor:
+    """Return values [N] minus the mean, by the root of the variance (n-1) plus eps, of those counted."""
+    chosen = values[counted]
+    if chosen.numel() < 2 or (chosen == chosen[0]).all():
+        return torch.zeros_like(values)
+    return (values - chosen.mean()) / (chosen.var() + eps).sqrt()
+
+
+def _mean_over(outcomes: Outcomes, values: Tensor, chosen: Tensor) -> Tensor:
+    """Return for each sample the mean [S] over the chosen samples of its group, 0 where there are none."""
+    count = outcomes.group_sum(chosen.double())
+    total = outcomes.group_sum(torch.where(chosen, values, torch.zeros_like(values)))
+    return (total / count.clamp(min=1))[outcomes.group]
 
 
 def _std(values: Tensor) -> Tensor:
@@ -194,6 +253,8 @@ ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     MaxRl: maxrl,
     McGrpo: mc_grpo,
     Gdpo: gdpo,
+    Gd2po: gd2po,
+    Ddca: ddca,
     AsymRe: asymre,
     Gpg: gpg,
 }

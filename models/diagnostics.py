@@ -10,9 +10,12 @@ from torch import Tensor
 from data_contracts.metrics import check_names
 from models.regularizers import kl_estimate
 from models.step import StepData
-from models.tokens import MAX_LOG_RATIO, log_ratio, sequence_lengths, sequence_sum
+from models.tokens import MAX_LOG_RATIO, log_ratio, sequence_lengths, sequence_mean, sequence_sum
 
 Metrics = dict[str, float]
+
+FAR = 2.0
+"""Ratios above this, and below its inverse, are counted."""
 
 
 def effective_sample_size(weights: Tensor) -> float:
@@ -23,6 +26,12 @@ def effective_sample_size(weights: Tensor) -> float:
     return float(scaled.sum() ** 2 / (scaled.numel() * (scaled**2).sum()))
 
 
+def sequence_sample_size(log: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> float:
+    """Return the effective sample size per sequence of the products of token ratios, from their logs [N]."""
+    products = sequence_sum(log, mask, sequence, num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return effective_sample_size(products[sequence_lengths(mask, sequence, num_sequences) > 0])
+
+
 def ratio_metrics(logp: Tensor, behavior: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Metrics:
     """Measure current over behavior probability on the tokens [N] of the loss."""
     if not mask.any():
@@ -31,7 +40,9 @@ def ratio_metrics(logp: Tensor, behavior: Tensor, mask: Tensor, sequence: Tensor
     ratio = log.exp()[mask]
     low, middle, high = np.quantile(ratio.numpy(), (0.05, 0.5, 0.95)).tolist()  # torch.quantile ends at 2^24 elements
     products = sequence_sum(log, mask, sequence, num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    products = products[sequence_lengths(mask, sequence, num_sequences) > 0]
+    present = sequence_lengths(mask, sequence, num_sequences) > 0
+    products = products[present]
+    gap = -sequence_mean(log, mask, sequence, num_sequences)[present]
     return {
         "policy/ratio_mean": ratio.mean().item(),
         "policy/ratio_max": ratio.max().item(),
@@ -42,6 +53,53 @@ def ratio_metrics(logp: Tensor, behavior: Tensor, mask: Tensor, sequence: Tensor
         "policy/ess_token": effective_sample_size(ratio),
         "policy/ess_sequence": effective_sample_size(products),
         "policy/kl_behavior": kl_estimate(-log[mask], "k3").mean().item(),
+        "policy/second_moment": (log[mask] ** 2).mean().item(),
+        "policy/chi2_token": (ratio**2).mean().item() - 1,
+        "policy/chi2_sequence": (products**2).mean().item() - 1,
+        "policy/ratio_above": (ratio > FAR).double().mean().item(),
+        "policy/ratio_below": (ratio < 1 / FAR).double().mean().item(),
+        "policy/log_ppl_gap": gap.mean().item(),
+        "policy/ppl_ratio": gap.exp().mean().item(),
+    }
+
+
+def lag_metrics(data: StepData, logp: Tensor, mask: Tensor, cut: Tensor) -> Metrics:
+    """Measure the tokens [N] of the loss by age, in buckets 0, 1, 2-3, 4-7 and so on; rewards by the oldest token."""
+    if not mask.any():
+        return {}
+    at = _bucket((data.version - data.versions)[mask])
+    log = log_ratio(logp, data.behavior, mask).double()[mask]
+    ratio = log.exp()
+    count = torch.bincount(at)
+    columns = {"ratio_mean": ratio, "kl": kl_estimate(-log, "k3"), "clip_fraction": cut[mask].double()}
+    means = {name: torch.bincount(at, values) / count.clamp(min=1) for name, values in columns.items()}
+    means["ratio_max"] = torch.zeros(len(count), dtype=torch.float64).scatter_reduce(0, at, ratio, "amax")
+    metrics = _named("lag", means, count) | {
+        f"lag/tokens/{_bucket_name(i)}": float(n) for i, n in enumerate(count) if n
+    }
+    oldest = torch.full((len(data.samples),), -1).scatter_reduce(0, data.sequence, data.version - data.versions, "amax")
+    known = oldest >= 0
+    of_sample = _bucket(oldest[known])
+    samples = torch.bincount(of_sample)
+    rewards = torch.bincount(of_sample, data.rewards[known]) / samples.clamp(min=1)
+    return metrics | _named("lag", {"reward": rewards}, samples)
+
+
+def _bucket(age: Tensor) -> Tensor:
+    """Return the bucket of each age: 0 for 0, then one for every doubling; a negative age counts as 0."""
+    return torch.where(age > 0, age.clamp(min=1).double().log2().floor().long() + 1, torch.zeros_like(age))
+
+
+def _bucket_name(index: int) -> str:
+    low, high = (1 << index) >> 1, (1 << index) - 1
+    return str(low) if low >= high else f"{low}-{high}"
+
+
+def _named(folder: str, columns: dict[str, Tensor], count: Tensor) -> Metrics:
+    return {
+        f"{folder}/{name}/{_bucket_name(index)}": values[index].item()
+        for name, values in columns.items()
+        for index in torch.nonzero(count)[:, 0].tolist()
     }
 
 
@@ -116,7 +174,7 @@ def length_metrics(data: StepData) -> tuple[Metrics, dict[str, dict[str, float]]
 
 
 def measure(
-    data: StepData, logp: Tensor, start_logp: Tensor, proximal: Tensor, entropy: Tensor
+    data: StepData, logp: Tensor, start_logp: Tensor, proximal: Tensor, entropy: Tensor, cut: Tensor
 ) -> tuple[Metrics, dict[str, dict[str, float]]]:
     """Measure a whole step on the tokens [N] of `data`.
 
@@ -126,6 +184,7 @@ def measure(
         start_logp: under the weights of the step's start; NaN where it was not computed.
         proximal: under the proximal policy.
         entropy: of each token's distribution.
+        cut: bool, where the trust region bounded the gradient.
 
     Raises:
         ContractError: a name is not declared.
@@ -134,6 +193,7 @@ def measure(
     metrics, histograms = staleness_metrics(data)
     metrics |= ratio_metrics(logp, data.behavior, mask, data.sequence, len(data.samples))
     metrics |= mismatch_metrics(start_logp, data.behavior, mask & (data.versions == data.version))
+    metrics |= lag_metrics(data, logp, mask, cut)
     metrics |= reward_metrics(data)
     lengths, length_histogram = length_metrics(data)
     metrics |= lengths

@@ -12,16 +12,30 @@ import torch
 from torch import Tensor
 
 from data_contracts.algorithm import (
+    AdaptiveWeights,
     BehaviorProximal,
+    EwmaProximal,
+    FailureVeto,
     InterpolatedProximal,
     MaskedWeights,
     NoWeights,
     OffPolicySequenceMask,
     RecomputedProximal,
+    SnapshotProximal,
     TruncatedWeights,
     Veto,
 )
-from models.tokens import MAX_LOG_RATIO, TokenBatch, log_ratio, select, sequence_mean, sequence_sum
+from models.tokens import (
+    MAX_LOG_RATIO,
+    TokenBatch,
+    before,
+    log_ratio,
+    select,
+    sequence_lengths,
+    sequence_mean,
+    sequence_sum,
+    to_rows,
+)
 
 
 def none(batch: TokenBatch, cfg: NoWeights) -> tuple[Tensor, Tensor]:
@@ -31,8 +45,15 @@ def none(batch: TokenBatch, cfg: NoWeights) -> tuple[Tensor, Tensor]:
 
 
 def truncated(batch: TokenBatch, cfg: TruncatedWeights) -> tuple[Tensor, Tensor]:
-    """Return min(ratio, cap) by token or sequence, and the mask as it is."""
-    return ratio_of(batch, cfg.level).clamp(max=cfg.cap), batch.mask
+    """Return min(ratio, cap) by token or sequence, perhaps by the mean of the update, and the mask as it is."""
+    weights = ratio_of(batch, cfg.level).clamp(max=cfg.cap)
+    if not cfg.normalize or not batch.mask.any():
+        return weights, batch.mask
+    if cfg.level == "token":
+        return weights / weights[batch.mask].mean(), batch.mask
+    each = sequence_mean(weights, batch.mask, batch.sequence, batch.num_sequences)
+    counted = sequence_lengths(batch.mask, batch.sequence, batch.num_sequences) > 0
+    return weights / each[counted].mean(), batch.mask
 
 
 def masked(batch: TokenBatch, cfg: MaskedWeights) -> tuple[Tensor, Tensor]:
@@ -41,7 +62,28 @@ def masked(batch: TokenBatch, cfg: MaskedWeights) -> tuple[Tensor, Tensor]:
     The number of tokens that a mean divides by stays that before the masking.
     """
     ratio = ratio_of(batch, cfg.level)
-    return ratio, batch.mask & (ratio >= cfg.low) & (ratio <= cfg.high)
+    kept = batch.mask & (ratio >= cfg.low) & (ratio <= cfg.high)
+    return ratio if cfg.weight == "ratio" else torch.ones_like(ratio), kept
+
+
+def adaptive(batch: TokenBatch, cfg: AdaptiveWeights) -> tuple[Tensor, Tensor]:
+    """Return 1 + a (ratio - 1) by token, and the mask as it is; see `adaptive_share` for a."""
+    ratio = ratio_of(batch, "token")
+    return 1 + adaptive_share(ratio[batch.mask], cfg) * (ratio - 1), batch.mask
+
+
+def adaptive_share(ratio: Tensor, cfg: AdaptiveWeights) -> float:
+    """Return how much of the correction to apply, from the ratios [n] of an update: between 0 and 1.
+
+    clip(KL / kl_full, 0, 1) ESS / (1 + variance): KL is k3, ESS the effective sample size per token, and the variance
+    that of the ratio by its squared mean. A severe mismatch asks for it, unreliable weights speak against it.
+    """
+    if not ratio.numel():
+        return 0.0
+    ratio = ratio.double()
+    kl = (ratio - 1 - ratio.log()).mean()
+    spread = (ratio**2).mean() / ratio.mean() ** 2
+    return float((kl / cfg.kl_full).clamp(0, 1) / spread / spread)
 
 
 def ratio_of(batch: TokenBatch, level: str) -> Tensor:
@@ -97,19 +139,37 @@ def veto(batch: TokenBatch, cfg: Veto) -> Tensor:
     return batch.mask & (hits == 0)[batch.sequence]
 
 
+def anchor_proximal(batch: TokenBatch, cfg: EwmaProximal | SnapshotProximal) -> Tensor:
+    """Return the log-probabilities [N] under the averaged or earlier weights that the trainer keeps."""
+    del cfg
+    return batch.anchor
+
+
+def failure_veto(batch: TokenBatch, cfg: FailureVeto) -> Tensor:
+    """Return which tokens [N] stay: those not behind a ratio to the behavior policy above the threshold where A < 0."""
+    ratio = log_ratio(batch.logp.detach(), batch.behavior, batch.mask)
+    hit = (ratio > math.log(cfg.threshold)) & (select(batch.mask, batch.advantages) < 0)
+    hits, column = to_rows(hit.to(ratio.dtype), batch.mask, batch.sequence, batch.num_sequences, 0.0)
+    return batch.mask & (before(hits.cumsum(1), batch.sequence, column, 0.0) == 0)
+
+
 PROXIMALS: dict[type, Callable[..., Tensor]] = {
     BehaviorProximal: behavior_proximal,
     RecomputedProximal: recomputed_proximal,
     InterpolatedProximal: interpolated_proximal,
+    EwmaProximal: anchor_proximal,
+    SnapshotProximal: anchor_proximal,
 }
 
 WEIGHTS: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {
     NoWeights: none,
     TruncatedWeights: truncated,
     MaskedWeights: masked,
+    AdaptiveWeights: adaptive,
 }
 
 FILTERS: dict[type, Callable[..., Tensor]] = {
     OffPolicySequenceMask: off_policy_sequence,
     Veto: veto,
+    FailureVeto: failure_veto,
 }

@@ -11,8 +11,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_contracts.algorithm import Cispo, DppoTv, Gmpo, Gspo, M2po, PpoClip, Reinforce, Sao, Sapo, Topr, Vespo
-from models.tokens import MAX_LOG_RATIO, TokenBatch, log_ratio, select, sequence_mean, sequence_sum
+from data_contracts.losses import (
+    Cispo,
+    DppoTv,
+    Drpo,
+    Gmpo,
+    Gspo,
+    M2po,
+    Mhpo,
+    MinPro,
+    PpoClip,
+    PpoEwma,
+    Reinforce,
+    Sao,
+    Sapo,
+    Tbpo,
+    Topr,
+    Vespo,
+)
+from models.tokens import (
+    MAX_LOG_RATIO,
+    TokenBatch,
+    before,
+    log_ratio,
+    select,
+    sequence_lengths,
+    sequence_mean,
+    sequence_sum,
+    to_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +84,14 @@ def gspo(batch: TokenBatch, cfg: Gspo) -> TokenLoss:
     Value of s, gradient through the token's own log-probability (the token form), log s at most 10.
     """
     advantages, log = _advantages_and_log_ratio(batch)
+    return clipped(advantages, _mean_ratio(batch, log), 1 - cfg.clip_low, 1 + cfg.clip_high)
+
+
+def _mean_ratio(batch: TokenBatch, log: Tensor) -> Tensor:
+    """Return exp of the sequence's mean log-ratio for each token [N], with the gradient of the token alone."""
     mean = sequence_mean(log, batch.mask, batch.sequence, batch.num_sequences)[batch.sequence].detach()
     own = select(batch.mask, batch.logp)
-    ratio = (mean + own - own.detach()).clamp(max=10.0).exp()
-    return clipped(advantages, ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
+    return (mean + own - own.detach()).clamp(max=10.0).exp()
 
 
 def cispo(batch: TokenBatch, cfg: Cispo) -> TokenLoss:
@@ -154,6 +185,109 @@ def vespo(batch: TokenBatch, cfg: Vespo) -> TokenLoss:
     return TokenLoss(_likelihood(batch, (decay + power * total - decay * total.exp()).exp()), nowhere, nowhere)
 
 
+def ppo_ewma(batch: TokenBatch, cfg: PpoEwma) -> TokenLoss:
+    """Return max(-A r, -A c): r current over behavior, c the ratio to the proximal policy, clipped, times w.
+
+    w is the proximal over the behavior policy. The behavior log-probability in both is at least log current - log cap,
+    a constant.
+    """
+    advantages, log = _advantages_and_log_ratio(batch)
+    now, proximal = select(batch.mask, batch.logp), select(batch.mask, batch.proximal.detach())
+    behavior = torch.maximum(select(batch.mask, batch.behavior), now.detach() - math.log(cfg.cap))
+    bounded = log.clamp(math.log(1 - cfg.clip), math.log(1 + cfg.clip))
+    plain = (now - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    held = (bounded + proximal - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = (log < math.log(1 - cfg.clip)) & (advantages < 0), (log > math.log(1 + cfg.clip)) & (advantages > 0)
+    return TokenLoss(torch.maximum(-advantages * plain, -advantages * held), low, high)
+
+
+def mhpo(batch: TokenBatch, cfg: Mhpo) -> TokenLoss:
+    """Return -A exp(psi - sg[zeta]), psi = c tanh(log r / c), zeta growing with psi in both directions."""
+    advantages, log = _advantages_and_log_ratio(batch)
+    psi = cfg.bound * torch.tanh(log / cfg.bound)
+    still = psi.detach()
+    up, down = torch.nn.functional.softplus(still), torch.nn.functional.softplus(-still)
+    zeta = (up / cfg.scale_high) ** cfg.power_high + (down / cfg.scale_low) ** cfg.power_low
+    nowhere = torch.zeros_like(batch.mask)
+    return TokenLoss(-advantages * (psi - zeta).exp(), nowhere, nowhere)
+
+
+def tbpo(batch: TokenBatch, cfg: Tbpo) -> TokenLoss:
+    """Return -A min(s, 1 + clip) where A > 0; -A s where A < 0 and s lies in the band, else 0.
+
+    s is the geometric mean of the sequence's ratios, with the gradient of the token alone.
+    """
+    advantages, log = _advantages_and_log_ratio(batch)
+    ratio = _mean_ratio(batch, log)
+    good = clipped(advantages, ratio, 0.0, 1 + cfg.clip)
+    low, high = ratio < 1 - cfg.clip, ratio > 1 + cfg.clip_bad
+    bad = select(~(low | high), -advantages * ratio)
+    is_bad = advantages < 0
+    return TokenLoss(torch.where(is_bad, bad, good.loss), is_bad & low, torch.where(is_bad, high, good.cut_high))
+
+
+def minpro(batch: TokenBatch, cfg: MinPro) -> TokenLoss:
+    """Return -A r sg[m], m the smallest ratio among the sequence's tokens before this one, 1 for the first."""
+    advantages, log = _advantages_and_log_ratio(batch)
+    table, column = to_rows(log.detach(), batch.mask, batch.sequence, batch.num_sequences, math.inf)
+    smallest = before(table.cummin(1).values, batch.sequence, column, math.inf)
+    weight = torch.where(smallest.isinf(), torch.zeros_like(smallest), smallest).exp()
+    if cfg.clip is None:
+        nowhere = torch.zeros_like(batch.mask)
+        return TokenLoss(-advantages * log.exp() * weight, nowhere, nowhere)
+    token = clipped(advantages, log.exp(), 1 - cfg.clip, 1 + cfg.clip)
+    return TokenLoss(token.loss * weight, token.cut_low, token.cut_high)
+
+
+def drpo(batch: TokenBatch, cfg: Drpo) -> TokenLoss:
+    """Return for every token the loss of the whole update, so that its mean over tokens is that loss.
+
+    With s a sample's mean log-probability, over the groups that have right and wrong samples, K groups in all:
+    -(1 / K) sum [ sum_right w s / sum_right w - tau log mean_wrong exp(s / tau) ] + sg[max(c (KL - limit), 0)] KL,
+    w = exp((1 - length / max_length) / length_scale), KL the token mean of exp(d) - 1 - d, d log current - proximal.
+    """
+    _, log = _advantages_and_log_ratio(batch)
+    lengths = sequence_lengths(batch.mask, batch.sequence, batch.num_sequences)
+    right = batch.rewards > cfg.right_above
+    score = sequence_mean(batch.logp, batch.mask, batch.sequence, batch.num_sequences)
+    weight = -lengths.to(score.dtype) / cfg.max_length / cfg.length_scale
+    good, any_right = _group_mean(batch, score, right & (lengths > 0), weight)
+    # log mean exp: the weights are those of a softmax, the value is taken from their sum
+    bad, any_wrong = _log_mean_exp(batch, score / cfg.tau, ~right & (lengths > 0))
+    gained = select(any_right & any_wrong, good - cfg.tau * bad).sum() / max(batch.num_groups, 1)
+    divergence = select(batch.mask, log.exp() - 1 - log).sum() / batch.mask.sum().clamp(min=1)
+    hinge = (cfg.kl_strength * (divergence.detach() - cfg.kl_limit)).clamp(min=0)
+    nowhere = torch.zeros_like(batch.mask)
+    return TokenLoss((hinge * divergence - gained).expand(len(batch.mask)), nowhere, nowhere)
+
+
+def _group_mean(batch: TokenBatch, values: Tensor, chosen: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each group's mean [K] of chosen values [S] weighted by exp(log_weight), and whether it has any."""
+    largest = _group_max(batch, log_weight, chosen)
+    weight = select(chosen, (select(chosen, log_weight) - largest[batch.group]).exp())
+    total = torch.zeros_like(largest).index_add(0, batch.group, weight)
+    mean = torch.zeros_like(largest).index_add(0, batch.group, weight * select(chosen, values))
+    return mean / torch.where(total > 0, total, torch.ones_like(total)), total > 0
+
+
+def _log_mean_exp(batch: TokenBatch, values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log mean exp [K] of each group's chosen values [S], and whether it has any."""
+    largest = _group_max(batch, values.detach(), chosen)
+    risen = select(chosen, (select(chosen, values) - select(chosen, largest[batch.group])).exp())
+    count = torch.zeros_like(largest).index_add(0, batch.group, chosen.to(values.dtype))
+    total = torch.zeros_like(largest).index_add(0, batch.group, risen)
+    some = count > 0
+    return torch.where(some, total / count.clamp(min=1), torch.ones_like(total)).log() + largest, some
+
+
+def _group_max(batch: TokenBatch, values: Tensor, chosen: Tensor) -> Tensor:
+    """Return each group's largest chosen value [K], 0 where there is none."""
+    lowest = torch.full((batch.num_groups,), -math.inf, dtype=values.dtype, device=values.device)
+    candidates = torch.where(chosen, values, torch.full_like(values, -math.inf))
+    largest = lowest.scatter_reduce(0, batch.group, candidates, "amax")
+    return torch.where(largest.isinf(), torch.zeros_like(largest), largest)
+
+
 def _advantages_and_log_ratio(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return advantages and the log-ratio of current to proximal policy [N], 0 outside the mask."""
     return select(batch.mask, batch.advantages), log_ratio(batch.logp, batch.proximal.detach(), batch.mask)
@@ -176,4 +310,9 @@ LOSSES: dict[type, Callable[..., TokenLoss]] = {
     Sao: sao,
     DppoTv: dppo_tv,
     Vespo: vespo,
+    PpoEwma: ppo_ewma,
+    Mhpo: mhpo,
+    Tbpo: tbpo,
+    MinPro: minpro,
+    Drpo: drpo,
 }

@@ -113,6 +113,13 @@ class Optimizer:
         self._adamw.step()
         self._publish()
 
+    @torch.no_grad()
+    def step_back(self, start: Mapping[str, Tensor], keep: float) -> None:
+        """Move the masters to start + keep (now - start), and the model with them; moments stay."""
+        for name, master in self.masters.items():
+            master.copy_(torch.lerp(start[name], master, keep))
+        self._publish()
+
     def snapshot(self) -> Snapshot:
         """Copy everything an update changes: 12 bytes a parameter."""
         return Snapshot({name: tensor.clone() for name, tensor in self._tensors().items()}, self.updates)

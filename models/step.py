@@ -3,8 +3,8 @@
 Legend: S samples, N sampled tokens (one after the other, sample by sample), K groups.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class StepData:
     """[N] float32."""
     version: int
     """Version of the weights at the start of the step."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """[S] float64 by name of the reward component, NaN for a sample that lacks it."""
 
     def tokens_of(self, members: Sequence[int]) -> Tensor:
         """Return the places [n] in the flat arrays of all tokens of some samples, in the order of the samples."""
@@ -49,7 +51,17 @@ class StepData:
         return torch.from_numpy(np.concatenate(ranges) if ranges else np.zeros(0, np.int64))
 
     def token_batch(
-        self, members: Sequence[int], at: Tensor, logp: Tensor, start: Tensor, entropy: Tensor
+        self,
+        members: Sequence[int],
+        at: Tensor,
+        logp: Tensor,
+        start: Tensor,
+        entropy: Tensor,
+        *,
+        anchor: Tensor | None = None,
+        reference: Tensor | None = None,
+        num_groups: int | None = None,
+        entropy_coefficient: float = 0.0,
     ) -> TokenBatch:
         """Return what a loss sees of some samples, the behavior policy in the place of the proximal one.
 
@@ -59,26 +71,41 @@ class StepData:
             logp: [n] under the current weights.
             start: [n] under the weights of the step's start, NaN where unknown.
             entropy: [n].
+            anchor: [n] under the averaged or earlier weights, None where unknown.
+            reference: [n] under version 0, None where unknown.
+            num_groups: of the whole update; None takes those of the step.
+            entropy_coefficient: of an adaptive entropy bonus.
         """
         device = logp.device
         chosen = torch.tensor(members, dtype=torch.int64)
         local = torch.zeros(len(self.samples), dtype=torch.int64)
         local[chosen] = torch.arange(len(members))
+        _, group = torch.unique(self.group[chosen], return_inverse=True)
+        unknown = torch.full_like(start, torch.nan)
         behavior = self.behavior[at].to(device)
         return TokenBatch(
             logp=logp,
             proximal=behavior,
             start=start.to(device),
+            anchor=(unknown if anchor is None else anchor).to(device),
+            reference=(unknown if reference is None else reference).to(device),
             behavior=behavior,
             advantages=self.advantages[at].to(device),
             mask=self.mask[at].to(device),
             sequence=local[self.sequence[at]].to(device),
             num_sequences=len(members),
             rewards=self.rewards[chosen].float().to(device),
+            group=group.to(device),
+            num_groups=self.num_groups if num_groups is None else num_groups,
             versions=self.versions[at].to(device),
             version=self.version,
             entropy=entropy,
+            entropy_coefficient=entropy_coefficient,
         )
+
+    def with_penalty(self, penalty: Tensor, algorithm: AlgorithmConfig) -> "StepData":
+        """Return the step with the advantages of the rewards less a penalty [S]; raw rewards stay as they are."""
+        return replace(self, advantages=_advantages(self, self.rewards - penalty.double(), algorithm))
 
 
 def step_data(
@@ -103,8 +130,7 @@ def step_data(
         mask = fresh & whole[sequence]
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     group = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups]))
-    outcomes = Outcomes(rewards, group, len(groups), mask, sequence, _components(samples))
-    return StepData(
+    data = StepData(
         samples=samples,
         offsets=np.concatenate([[0], np.cumsum(counts)]),
         group=group,
@@ -115,9 +141,16 @@ def step_data(
         fresh=fresh,
         mask=mask,
         sequence=sequence,
-        advantages=ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float(),
+        advantages=torch.zeros(len(sequence)),
         version=version,
+        components=_components(samples),
     )
+    return replace(data, advantages=_advantages(data, rewards, algorithm))
+
+
+def _advantages(data: StepData, rewards: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    outcomes = Outcomes(rewards, data.group, data.num_groups, data.mask, data.sequence, data.components)
+    return ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float()
 
 
 def _components(samples: Sequence[Sample]) -> dict[str, Tensor]:

@@ -24,6 +24,10 @@ class TokenBatch:
     """[N] nats, under the proximal policy."""
     start: Tensor
     """[N] nats, under the weights of the step's start; NaN where nobody computed it."""
+    anchor: Tensor
+    """[N] nats, under the averaged or earlier weights that the trainer keeps; NaN where nobody computed it."""
+    reference: Tensor
+    """[N] nats, under version 0; NaN where nobody computed it."""
     behavior: Tensor
     """[N] nats, as recorded when the token was sampled."""
     advantages: Tensor
@@ -36,12 +40,18 @@ class TokenBatch:
     """S, sequences without any token included."""
     rewards: Tensor
     """[S] raw rewards."""
+    group: Tensor
+    """[S] int64, 0 to num_groups - 1."""
+    num_groups: int
+    """Groups of the whole update, those without a token in the loss included."""
     versions: Tensor
     """[N] int64, version of the weights that sampled the token."""
     version: int
     """Version of the weights at the start of the step."""
     entropy: Tensor
     """[N] nats, of the distribution that the token was drawn from."""
+    entropy_coefficient: float = 0.0
+    """Present coefficient of an adaptive entropy bonus (loss per nat)."""
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:
@@ -69,3 +79,26 @@ def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences:
     """Return the mean [S] over each sequence's tokens in the mask, 0 for a sequence without any."""
     lengths = sequence_lengths(mask, sequence, num_sequences).clamp(min=1)
     return sequence_sum(values, mask, sequence, num_sequences) / lengths
+
+
+def to_rows(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, fill: float) -> tuple[Tensor, Tensor]:
+    """Return a table [S, L] of each sequence's tokens from left to right, and the column [N] of each token.
+
+    Tokens outside the mask and places behind a sequence's end hold `fill`. A sequence's tokens stand together.
+    """
+    every = torch.ones_like(mask)
+    lengths = sequence_lengths(every, sequence, num_sequences)
+    starts = lengths.cumsum(0) - lengths
+    order = torch.argsort(sequence, stable=True)
+    column = torch.empty_like(sequence)
+    column[order] = torch.arange(len(sequence), device=sequence.device) - starts[sequence[order]]
+    longest = max(int(lengths.max()), 1) if num_sequences else 1
+    rows = torch.full((num_sequences, longest), fill, dtype=values.dtype, device=values.device)
+    filler = torch.full_like(values, fill)
+    return rows.index_put((sequence, column), torch.where(mask, values, filler)), column
+
+
+def before(table: Tensor, sequence: Tensor, column: Tensor, first: float) -> Tensor:
+    """Return for each token [N] what a table [S, L] holds one column to the left; `first` in the first column."""
+    left = table[sequence, (column - 1).clamp(min=0)]
+    return torch.where(column > 0, left, torch.full_like(left, first))

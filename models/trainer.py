@@ -17,19 +17,27 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from data_contracts.algorithm import AlgorithmConfig, EntropyBonus, RecomputedProximal
+from data_contracts.algorithm import (
+    AdaptiveEntropy,
+    AlgorithmConfig,
+    EntropyBonus,
+    EssStep,
+    RecomputedProximal,
+    SlowFastUpdate,
+)
 from data_contracts.config import TrainConfig
 from data_contracts.metrics import check_names
 from models.aggregation import AGGREGATIONS, Totals, totals_of
-from models.diagnostics import measure
+from models.diagnostics import measure, sequence_sample_size
 from models.importance import FILTERS, PROXIMALS, WEIGHTS
 from models.losses import LOSSES
+from models.memory import PREFIX, Memory
 from models.optimizer import Optimizer, checkpoint_from_bytes, checkpoint_to_bytes, learning_rate
 from models.packing import Packed, microbatches, pack, packed_logprobs, verify_packing
-from models.regularizers import REGULARIZERS
+from models.regularizers import REGULARIZERS, kl_estimate
 from models.samples import Sample
 from models.step import StepData, step_data
-from models.tokens import TokenBatch, select
+from models.tokens import TokenBatch, log_ratio, select, sequence_sum
 
 __all__ = ["StepResult", "Trainer", "checkpoint_from_bytes", "checkpoint_to_bytes"]
 
@@ -61,6 +69,7 @@ class _Update:
     parts: list[_Microbatch]
     num_samples: int
     """Samples of its groups, those without a token in the loss included."""
+    num_groups: int
 
 
 @dataclass(slots=True)
@@ -72,9 +81,15 @@ class _Step:
     start_logp: Tensor
     proximal: Tensor
     entropy: Tensor
+    anchor: Tensor
+    reference: Tensor
+    cut: Tensor
+    """[N] bool, True where the trust region bounded the gradient."""
     sums: dict[str, float] = field(default_factory=dict)
     packed_tokens: int = 0
     norms: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    """What each update multiplied the learning rate by."""
     is_first: bool = True
     """Whether no update of this step has been made yet."""
 
@@ -108,7 +123,8 @@ class Trainer:
         self.model = model.eval()
         self.algorithm, self.train, self.total_steps = algorithm, train, total_steps
         self._optimizer = Optimizer(model, train)
-        self._entropy_grad = any(isinstance(r, EntropyBonus) for r in algorithm.regularizers)
+        self._memory = Memory(self._optimizer.parameters, self._optimizer.masters, algorithm)
+        self._entropy_grad = any(isinstance(r, EntropyBonus | AdaptiveEntropy) for r in algorithm.regularizers)
 
     def step(self, groups: Sequence[Sequence[Sample]], *, version: int, max_staleness: int | None) -> StepResult:
         """Train from `version` towards `version + 1`.
@@ -125,17 +141,21 @@ class Trainer:
         """
         began = time.perf_counter()
         data = step_data(groups, self.algorithm, version=version, max_staleness=max_staleness)
-        unknown = torch.full_like(data.behavior, torch.nan)
-        step = _Step(data, unknown.clone(), unknown.clone(), unknown.clone(), unknown.clone())
-        before = self._optimizer.snapshot()
+        unknown = [torch.full_like(data.behavior, torch.nan) for _ in range(6)]
+        step = _Step(data, *unknown, cut=torch.zeros_like(data.mask))
+        self._memory.begin_step(version)
+        before, remembered = self._optimizer.snapshot(), self._memory.state
         evidence = ""
         try:
             self._updates(step)
         except _NotFinite as cause:
             self._optimizer.restore(before)
+            self._memory.state = remembered
             evidence = str(cause)
         self._optimizer.clear_gradient()
-        metrics, histograms = measure(data, step.logp, step.start_logp, step.proximal, step.entropy)
+        metrics, histograms = measure(data, step.logp, step.start_logp, step.proximal, step.entropy, step.cut)
+        if not evidence and "policy/entropy" in metrics:
+            self._memory.after_step(metrics["policy/entropy"])
         metrics |= self._own_metrics(step, time.perf_counter() - began)
         check_names(metrics, histograms)
         return StepResult(
@@ -155,7 +175,9 @@ class Trainer:
 
         The tensors are the trainer's own: write them out before the next step. See `checkpoint_to_bytes`.
         """
-        return self._optimizer.state()
+        tensors, scalars = self._optimizer.state()
+        remembered = self._memory.scalars()
+        return tensors | self._memory.tensors(), scalars | ({"memory": remembered} if remembered else {})
 
     def load_checkpoint(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over the state of `checkpoint_state`, weights included.
@@ -163,7 +185,9 @@ class Trainer:
         Raises:
             ContractError: the state is of another format or another model.
         """
-        self._optimizer.load(tensors, scalars)
+        remembered = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        self._optimizer.load({name: t for name, t in tensors.items() if name not in remembered}, scalars)
+        self._memory.load(remembered, scalars.get("memory", {}))
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over published weights by name; the optimizer's moments stay.
@@ -180,12 +204,45 @@ class Trainer:
         step.packed_tokens = sum(part.packed.num_rows for update in plan for part in update.parts)
         if isinstance(self.algorithm.proximal, RecomputedProximal):
             # the first update starts at the proximal weights: its own forward pass gives the same numbers
-            for part in (part for update in plan[1:] for part in update.parts):
-                with torch.no_grad():
-                    step.start_logp[part.at] = packed_logprobs(self.model, part.packed)[0].cpu()
+            self._forward([part for update in plan[1:] for part in update.parts], step.start_logp)
+        every = [part for update in plan for part in update.parts]
+        if (weights := self._memory.proximal) is not None:
+            with self._memory.standing_in(weights):
+                self._forward(every, step.anchor)
+        if self._memory.reference is not None:
+            with self._memory.standing_in(self._memory.reference):
+                self._forward(every, step.reference)
+            self._penalize(step)
         for update in plan:
+            if isinstance(self.algorithm.update, SlowFastUpdate):
+                self._slow_fast(step, update, self.algorithm.update)
+            else:
+                self._update(step, update)
+
+    @torch.no_grad()
+    def _forward(self, parts: Sequence[_Microbatch], into: Tensor) -> None:
+        """Write the log-probabilities under the model's present weights into their places."""
+        for part in parts:
+            into[part.at] = packed_logprobs(self.model, part.packed)[0].cpu()
+
+    def _penalize(self, step: _Step) -> None:
+        """Take the divergence from the reference policy off the rewards, if the configuration says so."""
+        penalty = self.algorithm.reward_kl
+        if penalty is None:
+            return
+        data = step.data
+        tokens = kl_estimate(log_ratio(data.behavior, step.reference, data.mask), penalty.estimator)
+        divergence = sequence_sum(tokens, data.mask, data.sequence, len(data.samples))
+        step.add("reward/kl", divergence.sum().item() / max(len(data.samples), 1))
+        step.data = data.with_penalty(penalty.coefficient * divergence, self.algorithm)
+
+    def _slow_fast(self, step: _Step, update: _Update, cfg: SlowFastUpdate) -> None:
+        """Do some updates on the same tokens, go back towards the start, and do one more."""
+        start = {name: master.detach().clone() for name, master in self._optimizer.masters.items()}
+        for _ in range(cfg.fast_steps):
             self._update(step, update)
-            step.is_first = False
+        self._optimizer.step_back(start, 0.0 if self._memory.entropy_is_unusual else cfg.keep)
+        self._update(step, update)
 
     def _plan(self, data: StepData) -> list[_Update]:
         """Split the step's groups over the updates and each update into microbatches; empty updates drop out."""
@@ -199,7 +256,7 @@ class Trainer:
             parts = microbatches([data.samples[i] for i in chosen], self.train.tokens_per_microbatch)
             members = [[chosen[i] for i in part] for part in parts]
             packed = [_Microbatch(m, data.tokens_of(m), pack([data.samples[i] for i in m])) for m in members]
-            plan += [_Update(packed, int(inside.sum()))] if packed else []
+            plan += [_Update(packed, int(inside.sum()), int(stop - start))] if packed else []
         return plan
 
     def _update(self, step: _Step, update: _Update) -> None:
@@ -211,32 +268,46 @@ class Trainer:
         at = torch.cat([part.at for part in update.parts])
         totals = totals_of(step.data.mask[at], step.data.sequence[at], update.num_samples)
         self._optimizer.clear_gradient()
-        if self.algorithm.loss.needs_whole_update and len(update.parts) > 1:
-            self._backward_whole(step, update.parts, totals)
+        if self.algorithm.needs_whole_update and len(update.parts) > 1:
+            self._backward_whole(step, update, totals)
         else:
             for part in update.parts:
                 logp, entropy = packed_logprobs(self.model, part.packed, entropy_grad=self._entropy_grad)
-                self._loss(step, part.members, part.at, logp, entropy, totals).backward()
+                self._loss(step, part.members, part.at, logp, entropy, totals, update.num_groups).backward()
                 self._optimizer.collect_gradient()
         norm = self._optimizer.clip_gradient()
         step.norms.append(norm)
         if not math.isfinite(norm):
             broken = self._optimizer.broken_gradients() or ["all parameters together"]
             raise _NotFinite(f"gradient norm is {norm}: the gradient of {broken[0]} is not finite")
-        self._optimizer.update(self.learning_rate(step.data.version))
+        step.factors.append(self._rate_factor(step, at))
+        self._optimizer.update(self.learning_rate(step.data.version) * step.factors[-1])
         if broken := self._optimizer.broken_weights():
             raise _NotFinite(f"weights are not finite after the update: {broken[0]} and {len(broken) - 1} others")
+        self._memory.after_update()
+        step.is_first = False
 
-    def _backward_whole(self, step: _Step, parts: list[_Microbatch], totals: Totals) -> None:
+    def _rate_factor(self, step: _Step, at: Tensor) -> float:
+        """Return what staleness multiplies the learning rate by, from the ratios of the update's tokens [n]."""
+        cfg, data = self.algorithm.step_size, step.data
+        if not isinstance(cfg, EssStep):
+            return 1.0
+        log = log_ratio(step.logp[at], data.behavior[at], data.mask[at]).double()
+        ess = sequence_sample_size(log, data.mask[at], data.sequence[at], len(data.samples))
+        share = min(ess / cfg.full_at, 1.0)
+        return share**0.5 if cfg.rule == "sqrt" else share
+
+    def _backward_whole(self, step: _Step, update: _Update, totals: Totals) -> None:
         """Take the gradient of a loss that must see all tokens of the update at once.
 
         A first forward pass gives the loss's gradient by log-probability, a second one carries it to the weights.
         """
+        parts = update.parts
         with torch.no_grad():
             found = [packed_logprobs(self.model, part.packed) for part in parts]
         logp, entropy = (torch.cat(values).requires_grad_() for values in zip(*found, strict=True))
         members, at = [i for part in parts for i in part.members], torch.cat([part.at for part in parts])
-        self._loss(step, members, at, logp, entropy, totals).backward()
+        self._loss(step, members, at, logp, entropy, totals, update.num_groups).backward()
         sizes = [len(part.at) for part in parts]
         grads = [t.grad.split(sizes) for t in (logp, entropy) if t.grad is not None]
         for part, *gradient in zip(parts, *grads, strict=True):
@@ -245,7 +316,14 @@ class Trainer:
             self._optimizer.collect_gradient()
 
     def _loss(
-        self, step: _Step, members: list[int], at: Tensor, logp: Tensor, entropy: Tensor, totals: Totals
+        self,
+        step: _Step,
+        members: list[int],
+        at: Tensor,
+        logp: Tensor,
+        entropy: Tensor,
+        totals: Totals,
+        num_groups: int,
     ) -> Tensor:
         """Return what some samples add to the update's loss; note everything that is measured by token.
 
@@ -256,6 +334,7 @@ class Trainer:
             logp: [n] under the current weights.
             entropy: [n].
             totals: denominators of the update.
+            num_groups: groups of the update.
 
         Raises:
             _NotFinite: names the quantity and the sample.
@@ -263,18 +342,28 @@ class Trainer:
         step.logp[at], step.entropy[at] = logp.detach().cpu(), entropy.detach().cpu()
         if step.is_first:
             step.start_logp[at] = step.logp[at]
-        batch = step.data.token_batch(members, at, logp, step.start_logp[at], entropy)
+        batch = step.data.token_batch(
+            members,
+            at,
+            logp,
+            step.start_logp[at],
+            entropy,
+            anchor=step.anchor[at],
+            reference=step.reference[at],
+            num_groups=num_groups,
+            entropy_coefficient=self._memory.entropy_coefficient,
+        )
         proximal = PROXIMALS[type(self.algorithm.proximal)](batch, self.algorithm.proximal).detach()
         step.proximal[at] = proximal.cpu()
         batch = replace(batch, proximal=proximal)
-        _require_finite(step.data, at, batch)
-        loss = self._aggregate(batch, totals, step)
+        _require_finite(step.data, at, batch, with_reference=self._memory.reference is not None)
+        loss = self._aggregate(batch, at, totals, step)
         if not loss.isfinite():
             names = "; ".join(step.data.samples[i].name for i in members[:4])
             raise _NotFinite(f"loss is {loss.item()} though its inputs are finite, in samples that start with {names}")
         return loss
 
-    def _aggregate(self, batch: TokenBatch, totals: Totals, step: _Step) -> Tensor:
+    def _aggregate(self, batch: TokenBatch, at: Tensor, totals: Totals, step: _Step) -> Tensor:
         """Return weighted and filtered token losses and regularizers as one number."""
         cfg = self.algorithm
         aggregate = AGGREGATIONS[type(cfg.aggregation)]
@@ -285,6 +374,7 @@ class Trainer:
         policy = aggregate(select(kept, token.loss * weights), batch, cfg.aggregation, totals)
         rest = [aggregate(REGULARIZERS[type(r)](batch, r), batch, cfg.aggregation, totals) for r in cfg.regularizers]
         extra = sum(rest, torch.zeros((), device=policy.device))
+        step.cut[at] = ((token.cut_low | token.cut_high) & kept).cpu()
         step.add("loss/policy", policy.item())
         step.add("loss/regularizers", extra.item())
         step.add("tokens", float(batch.mask.sum()))
@@ -302,11 +392,18 @@ class Trainer:
         for name, total in step.sums.items():
             if name in ("loss/policy", "loss/regularizers"):
                 metrics[name] = total / max(updates, 1)
+            elif name == "reward/kl":
+                metrics[name] = total
             elif name != "tokens":
                 metrics[name] = total / tokens
         if updates:
             metrics["loss/total"] = metrics["loss/policy"] + metrics["loss/regularizers"]
             metrics["optimizer/grad_norm"] = sum(step.norms) / updates
+        if step.factors:
+            metrics["optimizer/rate_factor"] = sum(step.factors) / len(step.factors)
+            metrics["optimizer/learning_rate"] *= metrics["optimizer/rate_factor"]
+        if any(isinstance(r, AdaptiveEntropy) for r in self.algorithm.regularizers):
+            metrics["optimizer/entropy_coefficient"] = self._memory.state.coefficient
         longest = max((len(s.prompt_ids) + len(s.response_ids) for s in data.samples), default=0)
         return metrics | {
             "train/packed_tokens": float(step.packed_tokens),
@@ -316,9 +413,11 @@ class Trainer:
         }
 
 
-def _require_finite(data: StepData, at: Tensor, batch: TokenBatch) -> None:
+def _require_finite(data: StepData, at: Tensor, batch: TokenBatch, *, with_reference: bool) -> None:
     """Raise _NotFinite, naming the first sample and quantity that would spoil the loss."""
+    reference = [("reference log-probability", batch.reference)] if with_reference else []
     for quantity, values in (
+        *reference,
         ("behavior log-probability", batch.behavior),
         ("advantage", batch.advantages),
         ("log-probability", batch.logp),

@@ -10,6 +10,7 @@ from data_contracts import algorithm
 from data_contracts.algorithm import AlgorithmConfig
 
 UNIONS = ["Advantage", "Proximal", "Importance", "Loss", "Filter", "Aggregation", "Regularizer"]
+SWITCHES = ["StepSize", "Update"]
 
 
 def members(union: str) -> set[type]:
@@ -28,7 +29,7 @@ def test_every_choice_has_exactly_one_function():
         assert members(union) == set(table), union
 
 
-@pytest.mark.parametrize("union", UNIONS)
+@pytest.mark.parametrize("union", [*UNIONS, *SWITCHES])
 def test_every_choice_and_field_says_what_it_is(union):
     for member in members(union):
         assert member.__doc__
@@ -54,6 +55,20 @@ def test_types_are_distinct(union):
             "counted twice",
         ),
         ({"loss": {"type": "reinforce"}, "proximal": {"type": "recomputed"}}, "has no effect"),
+        ({"loss": {"type": "ppo_ewma"}}, "plain clipping"),
+        (
+            {
+                "loss": {"type": "ppo_ewma"},
+                "proximal": {"type": "ewma"},
+                "importance": {"type": "truncated"},
+            },
+            "counted twice",
+        ),
+        ({"loss": {"type": "drpo"}, "aggregation": {"type": "seq_mean_token_sum"}}, "one number of its own"),
+        ({"loss": {"type": "drpo"}, "filters": [{"type": "veto"}]}, "one number of its own"),
+        ({"loss": {"type": "drpo"}, "advantage": {"type": "rloo"}}, "has no effect"),
+        ({"regularizers": [{"type": "entropy"}, {"type": "adaptive_entropy"}]}, "two entropy bonuses"),
+        ({"regularizers": [{"type": "kl", "estimator": "k1"}]}, "zero in expectation"),
         (
             {"importance": {"type": "masked", "low": 3.0, "high": 2.0}, "proximal": {"type": "recomputed"}},
             "no token would",
@@ -83,6 +98,27 @@ def test_contradictions_are_refused_with_a_reason(choices, reason):
 def test_sensible_combinations_survive_json(choices):
     cfg = AlgorithmConfig.model_validate(choices)
     assert AlgorithmConfig.model_validate_json(cfg.model_dump_json()) == cfg
+
+
+@pytest.mark.parametrize(
+    ("choices", "part"),
+    [
+        ({}, "loss 'ppo_clip'"),
+        ({"loss": {"type": "reinforce"}}, ""),
+        ({"loss": {"type": "drpo"}}, "loss 'drpo'"),
+        ({"proximal": {"type": "recomputed"}}, ""),
+        ({"proximal": {"type": "ewma"}, "loss": {"type": "ppo_ewma"}}, "loss 'ppo_ewma'"),
+        ({"proximal": {"type": "interpolated"}}, "proximal 'interpolated'"),
+        ({"proximal": {"type": "recomputed"}, "importance": {"type": "truncated"}}, "importance 'truncated'"),
+        ({"proximal": {"type": "recomputed"}, "filters": [{"type": "veto"}]}, "filter 'veto'"),
+        ({"proximal": {"type": "recomputed"}, "step_size": {"type": "ess"}}, "step_size 'ess'"),
+        ({"proximal": {"type": "recomputed"}, "reward_kl": {}}, "reward_kl"),
+        ({"loss": {"type": "reinforce"}, "regularizers": [{"type": "kl"}]}, "regularizer 'kl'"),
+        ({"loss": {"type": "reinforce"}, "regularizers": [{"type": "kl", "towards": "reference"}]}, ""),
+    ],
+)
+def test_what_compares_with_the_behavior_policy_is_known(choices, part):
+    assert AlgorithmConfig.model_validate(choices).compared_with_behavior() == part
 
 
 def test_a_misspelt_field_is_named():

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from data_contracts.config import LocalModel, RunConfig
 from data_contracts.errors import ConfigError
-from flows.load import SHIPPED, load_run_config
+from flows.load import SHIPPED, load_run_config, override
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
@@ -49,6 +49,41 @@ def test_a_wrong_argument_is_one_sentence_that_names_it(arguments: list[str], co
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_run_config("tiny", arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_preset_is_one_word_and_further_fields_replace_its_own(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('algorithm = "gspo"\n')
+    assert load_run_config(config).algorithm.loss.type == "gspo"
+    changed = load_run_config(config, ["--algorithm.loss.clip_low", "0.001"]).algorithm
+    assert (changed.preset, changed.loss.type, changed.loss.clip_low) == ("gspo", "gspo", 0.001)
+    other = load_run_config(config, ["--algorithm.preset", "tis"]).algorithm
+    assert (other.loss.type, other.importance.type) == ("ppo_clip", "truncated")
+
+
+def test_a_preset_replaces_the_algorithm_of_a_frozen_run() -> None:
+    frozen = load_run_config("tiny", ["--algorithm.preset", "vcpo"])
+    changed = override(frozen, ["--algorithm.preset", "gspo", "--algorithm.truncated", "mask"]).algorithm
+    assert (changed.loss.type, changed.step_size.type, changed.truncated) == ("gspo", "fixed", "mask")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--algorithm.preset", "gspoo"], r"algorithm: there is no preset 'gspoo'; did you mean gspo"),
+        (["--rollout.sampling.top_p", "0.9"], r"top_p 0\.9 with algorithm loss 'ppo_clip': .*proximal 'recomputed'"),
+        (["--rollout.sampling.top_k", "5", "--algorithm.preset", "tis"], r"top_k 5 with algorithm importance"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_right_is_refused_in_one_sentence(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_run_config("tiny", arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_nucleus_is_fine_where_nothing_is_compared_with_it() -> None:
+    words = ["--rollout.sampling.top_p", "0.9", "--algorithm.proximal.type", "recomputed"]
+    assert load_run_config("tiny", words).rollout.sampling.top_p == 0.9
 
 
 def test_a_misspelt_key_in_a_file_is_named(tmp_path: Path) -> None:

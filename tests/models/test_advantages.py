@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_contracts.algorithm import AsymRe, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
+from data_contracts.algorithm import AsymRe, Ddca, Gd2po, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
 from data_contracts.errors import ContractError
 from models.advantages import ADVANTAGES, Outcomes
 
@@ -123,6 +123,83 @@ def test_reinforce_pp_baseline_centers_groups_first():
     assert plain.tolist() == pytest.approx([0.8660254, -0.8660254, 0.8660254, -0.8660254], abs=1e-6)
 
 
+def scalar_gd2po(components, groups, lengths, drop, threshold):
+    """Per-token advantages by plain loops."""
+    size = len(groups)
+    rows = [[] for _ in range(size)]
+    for values in components:
+        for i in range(size):
+            own = [values[j] for j in range(size) if groups[j] == groups[i]]
+            mean = sum(own) / len(own)
+            std = math.sqrt(sum((v - mean) ** 2 for v in own) / (len(own) - 1))
+            rows[i].append((values[i] - mean) / (std + 1e-6))
+    kept = []
+    for row in rows:
+        conflict = any(v > 1e-8 for v in row) and any(v < -1e-8 for v in row)
+        if drop == "weak":
+            conflict = conflict and abs(sum(row)) / (sum(abs(v) for v in row) + 1e-8) < threshold
+        kept.append(not conflict)
+    share = [sum(kept[j] for j in range(size) if groups[j] == g) / groups.count(g) for g in groups]
+    tokens = [sum(rows[i]) * share[i] for i in range(size) if kept[i] for _ in range(lengths[i])]
+    mean = sum(tokens) / len(tokens)
+    spread = math.sqrt(sum((t - mean) ** 2 for t in tokens) / (len(tokens) - 1) + 1e-8)
+    return [
+        (sum(rows[i]) * share[i] - mean) / spread if kept[i] else 0.0 for i in range(size) for _ in range(lengths[i])
+    ]
+
+
+@pytest.mark.parametrize(("drop", "threshold"), [("all", 0.2), ("weak", 0.2), ("weak", 0.9)])
+def test_gd2po_equals_plain_loops(drop, threshold):
+    components = [[1.0, 0.0, 1.0, 0.0, 0.2, 0.9], [0.0, 1.0, 1.0, 0.0, 0.1, 0.8]]
+    lengths = [1, 2, 1, 3, 2, 1]
+    got = advantages(
+        Gd2po(drop=drop, threshold=threshold),
+        [0.0] * 6,
+        "aaaabb",
+        lengths,
+        components={"x": components[0], "y": components[1]},
+    )
+    assert_close(got, scalar_gd2po(components, list("aaaabb"), lengths, drop, threshold))
+
+
+def test_gd2po_without_any_agreement_is_zero():
+    got = advantages(Gd2po(drop="all"), [0.0, 0.0], "aa", components={"x": [1.0, 0.0], "y": [0.0, 1.0]})
+    assert got.tolist() == [0.0, 0.0]
+
+
+def test_ddca_by_hand():
+    """Two right answers of 100 and 300 tokens: +-0.231, by beta +-0.046."""
+    accuracy_only = advantages(Ddca(beta=0), [1, 1], "aa", [100, 300])
+    got = advantages(Ddca(), [1, 1], "aa", [100, 300])
+    assert accuracy_only.abs().max() == 0
+    assert got[[0, -1]].tolist() == pytest.approx([0.2 * 0.2310586, -0.2 * 0.2310586])
+
+
+def test_ddca_mixes_accuracy_and_length():
+    lengths = [1, 3, 7, 2]
+    got = advantages(Ddca(beta=0.5), [1.0, 1.0, 0.0, 1.0], "aaaa", lengths)[torch.tensor([0, 1, 4, 11])]
+    right = [1, 3, 2]
+    mean, std = 2.0, math.sqrt(2 / 3)
+    squashed = [1 / (1 + math.exp(-(n - mean) / std)) for n in right]
+    middle = sum(squashed) / 3
+    length = [-(s - middle) * 3 / 4 for s in squashed]
+    accuracy = math.sqrt(3) / 4 / (3 / 4) * 1.0
+    want = [accuracy + 0.5 * length[0], accuracy + 0.5 * length[1], -math.sqrt(3), accuracy + 0.5 * length[2]]
+    assert got.tolist() == pytest.approx(want, abs=1e-6)
+
+
+def test_ddca_leaves_one_out_in_both_parts():
+    got = advantages(Ddca(beta=1.0, baseline="leave_one_out"), [1.0, 1.0, 0.0], "aaa", [1, 3, 2])
+    low, high = (1 / (1 + math.exp(-z)) for z in (-1, 1))
+    want = [0.5 - (low - high) * 2 / 3, 0.5 - (high - low) * 2 / 3, -1.0]
+    assert got[torch.tensor([0, 1, 4])].tolist() == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [1.0, 0.0]])
+def test_ddca_has_no_length_part_without_two_right_answers(rewards):
+    assert_close(advantages(Ddca(), rewards, "aa", [1, 5]), advantages(Ddca(beta=0), rewards, "aa", [1, 5]).tolist())
+
+
 GROUP_RELATIVE = [
     Grpo(),
     Grpo(std="biased"),
@@ -146,7 +223,19 @@ def test_equal_rewards_give_exactly_nothing(cfg, value, size):
     assert (got[: 3 * size] == 0).all()
 
 
-@pytest.mark.parametrize("cfg", [*GROUP_RELATIVE, AsymRe(), ReinforcePlusPlus()], ids=lambda cfg: cfg.type)
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        *GROUP_RELATIVE,
+        AsymRe(),
+        ReinforcePlusPlus(),
+        Gd2po(),
+        Gd2po(drop="all"),
+        Ddca(),
+        Ddca(baseline="leave_one_out"),
+    ],
+    ids=lambda cfg: cfg.type,
+)
 @given(rewards=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12), data=st.data())
 @settings(max_examples=50, deadline=None)
 def test_finite_rewards_give_finite_advantages(cfg, rewards, data):

@@ -9,6 +9,7 @@ from data_contracts.algorithm import AlgorithmConfig
 from data_contracts.metrics import check_names
 from models.diagnostics import (
     effective_sample_size,
+    lag_metrics,
     length_metrics,
     measure,
     mismatch_metrics,
@@ -113,10 +114,65 @@ def test_rewards_and_lengths_by_hand(make_groups):
     assert histograms["length/tokens"] == {"4": 3.0, "8": 1.0}
 
 
+def test_more_of_the_mismatch_matches_the_reference(reference):
+    expected = reference("diag.mismatch")["expected"]
+    got = ratio_metrics(*padded(reference), 3)
+    for name, key in {
+        "second_moment": "M2",
+        "chi2_token": "chi2_token",
+        "chi2_sequence": "chi2_seq",
+        "ratio_above": "fraction_high",
+        "ratio_below": "fraction_low",
+        "log_ppl_gap": "log_ppl_diff",
+        "ppl_ratio": "ppl_ratio",
+    }.items():
+        assert got[f"policy/{name}"] == pytest.approx(expected[key], rel=1e-6), name
+
+
+def test_lag_buckets_equal_a_loop(make_groups):
+    """Ages 0, 1, 2 and 3, 4 to 7, ... by the token; rewards by the sample's oldest token."""
+    ages = [[0, 0, 3], [1, 6], [2, 2], [9]]
+    groups = [
+        [
+            replace(
+                s,
+                response_ids=np.ones(len(age), np.int32),
+                action_mask=np.ones(len(age), bool),
+                behavior_logprobs=np.full(len(age), -1.0, np.float32),
+                policy_versions=np.array([12 - a for a in age]),
+                reward=float(len(age)),
+            )
+            for s, age in zip(group, ages[2 * i : 2 * i + 2], strict=True)
+        ]
+        for i, group in enumerate(make_groups(2, 2))
+    ]
+    data = step_data(groups, AlgorithmConfig(), version=12, max_staleness=8)
+    flat = [a for age in ages for a in age]
+    logp = data.behavior + torch.arange(len(flat)) / 10
+    cut = torch.arange(len(flat)) % 2 == 0
+    got = lag_metrics(data, logp, data.mask, cut)
+
+    def name(age):
+        low = 1 << (age.bit_length() - 1) if age else 0
+        return str(low) if low < 2 else f"{low}-{2 * low - 1}"
+
+    for bucket in {name(a) for a in flat if a <= 8}:
+        own = [i for i, a in enumerate(flat) if name(a) == bucket and a <= 8]
+        ratios = [math.exp(i / 10) for i in own]
+        assert got[f"lag/tokens/{bucket}"] == len(own)
+        assert got[f"lag/ratio_mean/{bucket}"] == pytest.approx(sum(ratios) / len(own), rel=1e-5)
+        assert got[f"lag/ratio_max/{bucket}"] == pytest.approx(max(ratios), rel=1e-5)
+        assert got[f"lag/kl/{bucket}"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(own), rel=1e-4)
+        assert got[f"lag/clip_fraction/{bucket}"] == sum(i % 2 == 0 for i in own) / len(own)
+    assert "lag/tokens/8-15" not in got  # too old for the loss
+    rewards = {n: v for n, v in got.items() if n.startswith("lag/reward/")}
+    assert rewards == {"lag/reward/2-3": 2.5, "lag/reward/4-7": 2.0, "lag/reward/8-15": 1.0}
+
+
 def test_everything_measured_is_declared_and_finite(make_groups):
     data = step_data(make_groups(3, 3, version=2), AlgorithmConfig(), version=2, max_staleness=0)
     logp = data.behavior - 0.1
-    metrics, histograms = measure(data, logp, logp, data.behavior, torch.ones_like(logp))
+    metrics, histograms = measure(data, logp, logp, data.behavior, torch.ones_like(logp), torch.zeros_like(data.mask))
     check_names(metrics, histograms)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["policy/mismatch_k1"] == pytest.approx(0.1)
@@ -126,5 +182,5 @@ def test_everything_measured_is_declared_and_finite(make_groups):
 def test_a_step_without_samples_can_be_measured():
     data = step_data([], AlgorithmConfig(), version=0, max_staleness=0)
     nothing = torch.zeros(0)
-    metrics, _ = measure(data, nothing, nothing, nothing, nothing)
+    metrics, _ = measure(data, nothing, nothing, nothing, nothing, nothing.bool())
     assert metrics["train/tokens"] == 0.0

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from data_contracts.algorithm import (
+    AdaptiveWeights,
+    EwmaProximal,
+    FailureVeto,
     InterpolatedProximal,
     MaskedWeights,
     NoWeights,
@@ -11,7 +14,7 @@ from data_contracts.algorithm import (
     TruncatedWeights,
     Veto,
 )
-from models.importance import FILTERS, PROXIMALS, WEIGHTS
+from models.importance import FILTERS, PROXIMALS, WEIGHTS, adaptive_share
 from models.tokens import select
 
 
@@ -38,6 +41,58 @@ def assert_close(got, want):
 def test_truncation_matches_the_reference(case_batch, reference, level):
     got = weighted(case_batch("is.tis"), TruncatedWeights(level=level, cap=2.0))
     assert_close(got, reference("is.tis")["expected"][level])
+
+
+@pytest.mark.parametrize(
+    ("level", "key"), [("token", "token_batch_normalised"), ("sequence", "sequence_batch_normalised")]
+)
+def test_weights_can_be_normalized_over_the_update(case_batch, reference, level, key):
+    got = weighted(case_batch("is.tis"), TruncatedWeights(level=level, cap=2.0, normalize=True))
+    assert_close(got, reference("is.tis")["expected"][key])
+
+
+def test_a_geometric_band_can_reject_without_weighting(token_batch):
+    batch = token_batch(
+        [[0.0, 0.0]] * 2, [[1, 1]] * 2, proximal=[[-1.0, -1.0]] * 2, behavior=[[-1.1, -0.9], [-1.0, -0.9]]
+    )
+    weights, kept = WEIGHTS[MaskedWeights](batch, MaskedWeights(level="geometric", low=0.999, high=1.001, weight="one"))
+    assert kept.tolist() == [True, True, False, False]
+    assert weights.tolist() == [1.0] * 4
+
+
+def test_adaptive_weights_mix_by_mismatch_and_reliability():
+    ratio = torch.tensor([0.5, 1.0, 3.0, 1.5])
+    kl = sum(r - 1 - math.log(r) for r in ratio.tolist()) / 4
+    mean, square = 1.5, (0.25 + 1 + 9 + 2.25) / 4
+    ess, variance = mean**2 / square, square / mean**2 - 1
+    assert adaptive_share(ratio, AdaptiveWeights(kl_full=10.0)) == pytest.approx(kl / 10 * ess / (1 + variance))
+    assert adaptive_share(ratio, AdaptiveWeights(kl_full=1e-3)) == pytest.approx(ess / (1 + variance))
+    assert adaptive_share(torch.ones(3), AdaptiveWeights()) == 0
+
+
+def test_adaptive_weights_lie_between_one_and_the_ratio(token_batch):
+    batch = token_batch([[0.0, 0.0]], [[1, 1]], proximal=[[-1.0, -1.0]], behavior=[[-2.0, -0.5]])
+    weights, kept = WEIGHTS[AdaptiveWeights](batch, AdaptiveWeights(kl_full=1e-6))
+    share = adaptive_share((batch.proximal - batch.behavior).exp(), AdaptiveWeights(kl_full=1e-6))
+    assert weights.tolist() == pytest.approx([1 + share * (math.e - 1), 1 + share * (math.exp(-0.5) - 1)])
+    assert kept.all()
+
+
+def test_the_kept_weights_are_the_proximal_policy(token_batch):
+    batch = token_batch([[-1.0]], [[1]], anchor=[[-3.0]], behavior=[[-2.0]])
+    assert PROXIMALS[EwmaProximal](batch, EwmaProximal()).tolist() == [-3.0]
+
+
+def test_failure_veto_drops_what_follows_the_trigger(token_batch):
+    logp = [[-1.0, -0.1, -1.0, -0.1], [-1.0, -0.1, -1.0, -1.0], [-1.0, -0.1, -1.0, -1.0]]
+    batch = token_batch(
+        logp,
+        [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]],
+        behavior=[[-1.0] * 4] * 3,
+        advantages=[[-1.0] * 4, [1.0] * 4, [-1.0] * 4],
+    )
+    kept = FILTERS[FailureVeto](batch, FailureVeto(threshold=1.5)).view(3, 4)
+    assert kept.tolist() == [[True, True, False, False], [True] * 4, [True, False, True, True]]
 
 
 def test_truncation_keeps_every_token(case_batch):
@@ -67,7 +122,17 @@ def test_bounds_belong_to_the_band(token_batch):
     assert WEIGHTS[MaskedWeights](batch, MaskedWeights(low=1.0, high=2.0))[1].all()
 
 
-@pytest.mark.parametrize("cfg", [NoWeights(), TruncatedWeights(), TruncatedWeights(level="sequence"), MaskedWeights()])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        NoWeights(),
+        TruncatedWeights(),
+        TruncatedWeights(level="sequence"),
+        TruncatedWeights(level="geometric", normalize=True),
+        MaskedWeights(),
+        AdaptiveWeights(),
+    ],
+)
 def test_nothing_masked_reaches_the_weights(token_batch, cfg):
     bad = [[-1.0, math.nan], [math.nan, math.inf]]
     batch = token_batch([[-1.0, -1.0]] * 2, [[1, 0], [0, 0]], proximal=bad, behavior=bad)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -6,20 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_contracts.algorithm import (
+from data_contracts.algorithm import MaskedWeights, SequenceMeanTokenMean, TokenMean
+from data_contracts.losses import (
     Cispo,
     DppoTv,
+    Drpo,
     Gmpo,
     Gspo,
     Loss,
     M2po,
-    MaskedWeights,
+    Mhpo,
+    MinPro,
     PpoClip,
+    PpoEwma,
     Reinforce,
     Sao,
     Sapo,
-    SequenceMeanTokenMean,
-    TokenMean,
+    Tbpo,
     Topr,
     Vespo,
 )
@@ -179,6 +183,162 @@ def test_reinforce_ignores_the_ratio(token_batch):
     assert batch.logp.grad.tolist() == pytest.approx([-0.5, 1.0])
 
 
+@pytest.mark.parametrize(("ratio", "want"), [(0.5, 0.0669), (1.0, 0.2651), (2.0, 0.4802)])
+def test_mhpo_by_hand_with_a_damping_that_is_a_constant(token_batch, ratio, want):
+    batch = token_batch([[math.log(ratio)]], [[1]], behavior=[[0.0]], advantages=[[1.0]])
+    loss = total(batch, Mhpo())
+    assert loss.item() == pytest.approx(-want, abs=1e-4)
+    loss.backward()
+    slope = 1 - math.tanh(math.log(ratio) / 1.5) ** 2
+    assert batch.logp.grad.item() == pytest.approx(loss.item() * slope)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratios", "want", "has_gradient"),
+    [
+        (-1.5, (1.467, 1.467), 0.0, False),
+        (-1.5, (1.2, 1.0), 1.5 * math.sqrt(1.2), True),
+        (-1.5, (0.5, 0.5), 0.0, False),
+        (1.0, (2.0, 2.0), -1.2, False),
+        (1.0, (0.5, 0.5), -0.5, True),
+    ],
+)
+def test_tbpo_by_hand(token_batch, advantage, ratios, want, has_gradient):
+    logs = [[math.log(r) for r in ratios]]
+    batch = token_batch(logs, [[1, 1]], behavior=[[0.0, 0.0]], advantages=[[advantage] * 2])
+    loss = total(batch, Tbpo(), SequenceMeanTokenMean())
+    loss.backward()
+    assert loss.item() == pytest.approx(want, abs=1e-9)
+    assert bool((batch.logp.grad != 0).all()) == has_gradient
+
+
+def test_minpro_weights_a_ratio_by_the_smallest_before_it(token_batch):
+    ratios = [1.5, 0.9, 1.1, 9.0]
+    logs = [[math.log(r) for r in ratios], [0.1, 0.2, 0.3, 0.4]]
+    batch = token_batch(logs, [[1, 1, 1, 0], [0, 0, 0, 1]], behavior=[[0.0] * 4] * 2, advantages=[[1.0] * 4] * 2)
+    loss = total(batch, MinPro())
+    loss.backward()
+    want = [1.5, 0.9 * 1.5, 1.1 * 0.9, 0.0, 0.0, 0.0, 0.0, math.exp(0.4)]
+    assert loss.item() == pytest.approx(-sum(want) / 4)
+    assert batch.logp.grad.tolist() == pytest.approx([-w / 4 for w in want])  # the minimum is a constant
+
+
+def test_minpro_clips_the_ratio_if_asked(token_batch):
+    batch = token_batch([[math.log(0.5), math.log(2.0)]], [[1, 1]], behavior=[[0.0, 0.0]], advantages=[[1.0, 1.0]])
+    token = LOSSES[MinPro](batch, MinPro(clip=0.2))
+    assert token.loss.tolist() == pytest.approx([-0.5, -1.2 * 0.5])
+    assert token.cut_high.tolist() == [False, True]
+
+
+def scalar_ppo_ewma(logp, proximal, behavior, advantage, clip=0.2, cap=100.0):
+    """Loss and gradient of one token, by cases."""
+    adjusted = max(behavior, logp - math.log(cap))
+    plain = -advantage * math.exp(logp - adjusted)
+    inside = min(max(logp - proximal, math.log(1 - clip)), math.log(1 + clip))
+    held = -advantage * math.exp(inside + proximal - adjusted)
+    moves = inside == logp - proximal
+    return (plain, plain) if plain > held or moves else (held, 0.0)
+
+
+@given(
+    logp=st.floats(-9, 0), proximal=st.floats(-9, 0), behavior=st.floats(-9, 0), advantage=st.sampled_from([-2.0, 0.5])
+)
+@settings(max_examples=60, deadline=None)
+def test_ppo_ewma_equals_a_loop_over_cases(logp, proximal, behavior, advantage):
+    leaf = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
+    values = [torch.tensor([v], dtype=torch.float64) for v in (proximal, behavior, advantage)]
+    batch = TokenBatch(
+        leaf, values[0], values[1], values[1], values[1], values[1], values[2], torch.ones(1, dtype=torch.bool),
+        torch.zeros(1, dtype=torch.int64), 1, torch.ones(1), torch.zeros(1, dtype=torch.int64), 1,
+        torch.zeros(1, dtype=torch.int64), 0, torch.ones(1),
+    )  # fmt: skip
+    batch = replace(batch, behavior=values[1])
+    loss = LOSSES[PpoEwma](batch, PpoEwma()).loss
+    loss.sum().backward()
+    want, gradient = scalar_ppo_ewma(logp, proximal, behavior, advantage)
+    assert loss.item() == pytest.approx(want, rel=1e-9)
+    edge = min(abs(logp - proximal - math.log(1 + s * 0.2)) for s in (-1, 1))
+    if edge > 1e-9:
+        assert leaf.grad.item() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
+
+
+def scalar_drpo(logps, old, rewards, groups, num_groups, cfg):
+    """The loss of samples [[token log-probability]] from its definition, with the stop-gradient as a number."""
+    total, distances = 0.0, [a - b for row, of in zip(logps, old, strict=True) for a, b in zip(row, of, strict=True)]
+    for group in range(num_groups):
+        own = [i for i, g in enumerate(groups) if g == group and logps[i]]
+        right, wrong = [i for i in own if rewards[i] > 0.5], [i for i in own if rewards[i] <= 0.5]
+        if right and wrong:
+            s = {i: sum(logps[i]) / len(logps[i]) for i in own}
+            w = {i: math.exp((1 - len(logps[i]) / cfg.max_length) / cfg.length_scale) for i in right}
+            total += sum(w[i] * s[i] for i in right) / sum(w.values())
+            total -= cfg.tau * math.log(sum(math.exp(s[j] / cfg.tau) for j in wrong) / len(wrong))
+    kl = sum(math.exp(d) - 1 - d for d in distances) / len(distances)
+    return -total / num_groups, kl
+
+
+def test_drpo_equals_a_loop_over_samples(token_batch):
+    cfg = Drpo(max_length=4, kl_strength=50.0, tau=0.7)
+    logps = [[-1.0, -2.0, -0.3], [-0.5], [-3.0, -0.1], [-1.5, -0.2], [-0.7]]
+    old = [[-1.1, -1.7, -0.4], [-0.5], [-2.5, -0.3], [-1.0, -0.6], [-0.4]]
+    rewards, groups = [1.0, 1.0, 0.0, 0.0, 1.0], [0, 0, 0, 0, 1]
+
+    def padded(rows):
+        return [row + [math.nan] * (3 - len(row)) for row in rows]
+
+    mask = [[1] * len(row) + [0] * (3 - len(row)) for row in logps]
+    batch = token_batch(padded(logps), mask, behavior=padded(old), rewards=rewards, group=groups, num_groups=3)
+    loss = total(batch, cfg)
+    loss.backward()
+    plain, kl = scalar_drpo(logps, old, rewards, groups, 3, cfg)
+    hinge = max(cfg.kl_strength * (kl - cfg.kl_limit), 0.0)
+    assert loss.item() == pytest.approx(plain + hinge * kl)
+    for row in range(5):
+        for column in range(len(logps[row])):
+            moved = [list(r) for r in logps]
+            moved[row][column] += 1e-6
+            plain_moved, kl_moved = scalar_drpo(moved, old, rewards, groups, 3, cfg)
+            slope = (plain_moved - plain + hinge * (kl_moved - kl)) / 1e-6
+            assert batch.logp.grad.view(5, 3)[row, column].item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+def test_drpo_lets_short_right_answers_dominate(token_batch):
+    mask = [[1] + [0] * 3, [1] * 3 + [0], [1] * 4]
+    batch = token_batch([[-1.0] * 4] * 3, mask, rewards=[1.0, 1.0, 0.0], group=[0, 0, 0])
+    total(batch, Drpo(max_length=4)).backward()
+    pull = -batch.logp.grad.view(3, 4).sum(1)
+    assert pull.tolist() == pytest.approx([0.9933, 0.0067, -1.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0], [0.0, 0.0]])
+def test_drpo_learns_nothing_from_a_group_without_contrast(token_batch, rewards):
+    batch = token_batch([[-1.0], [-2.0]], [[1], [1]], rewards=rewards)
+    loss = total(batch, Drpo())
+    loss.backward()
+    assert loss.item() == 0
+    assert batch.logp.grad.tolist() == [0, 0]
+
+
+def test_all_masked_follows_the_reference(reference, token_batch):
+    case = reference("edge.all_masked")
+    batch = token_batch([[math.nan, math.inf]] * 2, case["inputs"]["mask"])
+    assert total(batch, PpoClip()).item() == case["expected"]["areal"]
+    assert total(batch, PpoClip(), SequenceMeanTokenMean()).item() == case["expected"]["trl_grpo"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cfg", ALL_LOSSES, ids=lambda cfg: cfg.type)
+def test_low_precision_log_probabilities_give_nearly_the_same_loss(token_batch, cfg, dtype):
+    rows = dict(
+        behavior=[[-1.0, -0.5, -2.0], [-0.5, -1.5, -1.0]],
+        advantages=[[1.0] * 3, [-0.5] * 3],
+        rewards=[1.0, 0.0],
+    )
+    logp, mask = [[-1.25, -0.5, -1.75], [-0.5, -1.0, -2.0]], [[1, 1, 1], [1, 1, 0]]  # exact in bfloat16
+    exact, rough = (total(token_batch(logp, mask, dtype=d, **rows), cfg) for d in (torch.float64, dtype))
+    assert rough.item() == pytest.approx(exact.item(), rel=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize("cfg", ALL_LOSSES, ids=lambda cfg: cfg.type)
 def test_masked_tokens_reach_neither_value_nor_gradient(token_batch, cfg):
     bad = math.nan
@@ -201,7 +361,7 @@ def test_a_batch_without_tokens_costs_nothing(token_batch, cfg):
     assert batch.logp.grad.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("cfg", [c for c in ALL_LOSSES if c.type != "dppo_tv"], ids=lambda cfg: cfg.type)
+@pytest.mark.parametrize("cfg", [c for c in ALL_LOSSES if c.type not in ("dppo_tv", "drpo")], ids=lambda cfg: cfg.type)
 def test_no_advantage_means_no_gradient(token_batch, cfg):
     batch = token_batch([[-1.0, -2.0]], [[1, 1]], behavior=[[-1.5, -0.5]], advantages=[[0.0, 0.0]])
     loss = total(batch, cfg)
@@ -224,12 +384,16 @@ def test_finite_inputs_give_finite_losses_and_gradients(cfg, data):
         logp=logp,
         proximal=behavior,
         start=behavior,
+        anchor=behavior,
+        reference=behavior,
         behavior=behavior,
         advantages=numbers(-10, 10),
         mask=torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))),
         sequence=torch.arange(tokens) // 2,
         num_sequences=(tokens + 1) // 2,
-        rewards=torch.zeros((tokens + 1) // 2),
+        rewards=torch.arange((tokens + 1) // 2) % 2.0,
+        group=torch.zeros((tokens + 1) // 2, dtype=torch.int64),
+        num_groups=1,
         versions=torch.zeros(tokens, dtype=torch.int64),
         version=0,
         entropy=torch.ones(tokens),

@@ -10,26 +10,33 @@ import pytest
 import torch
 
 from data_contracts.algorithm import (
+    AdaptiveEntropy,
+    AdaptiveWeights,
     Advantage,
     AlgorithmConfig,
     ConstantNorm,
     EntropyBonus,
+    EssStep,
+    EwmaProximal,
     Gdpo,
     Grpo,
     InterpolatedProximal,
     KlPenalty,
-    Loss,
-    M2po,
     MaskedWeights,
     OffPolicySequenceMask,
-    PpoClip,
     RecomputedProximal,
+    RewardKl,
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
+    SlowFastUpdate,
+    SnapshotProximal,
     TruncatedWeights,
     Veto,
 )
 from data_contracts.config import TrainConfig
+from data_contracts.losses import Drpo, Loss, M2po, PpoClip, PpoEwma
+from data_contracts.presets import PRESETS
+from models.diagnostics import sequence_sample_size
 from models.packing import pack, packed_logprobs
 from models.trainer import Trainer, checkpoint_from_bytes, checkpoint_to_bytes
 
@@ -109,6 +116,13 @@ def test_a_step_equals_the_plain_padded_computation(make_model, make_groups):
         AlgorithmConfig(loss=M2po(floor_low=1e-3, floor_high=1e-3)),
         AlgorithmConfig(loss=M2po(), regularizers=(EntropyBonus(coefficient=0.5), KlPenalty(coefficient=0.5))),
         AlgorithmConfig(proximal=RecomputedProximal(), importance=TruncatedWeights(level="sequence")),
+        AlgorithmConfig(proximal=RecomputedProximal(), importance=TruncatedWeights(normalize=True)),
+        AlgorithmConfig(proximal=RecomputedProximal(), importance=AdaptiveWeights(), loss=PpoClip(dual_clip=2.0)),
+        AlgorithmConfig(loss=Drpo(max_length=9, kl_strength=1.0)),
+        AlgorithmConfig(regularizers=(KlPenalty(towards="reference", coefficient=0.5, estimator="k1", reweight=True),)),
+        AlgorithmConfig.model_validate("minpro"),
+        AlgorithmConfig.model_validate("mu_grpo"),
+        AlgorithmConfig.model_validate("vcpo"),
     ],
     ids=lambda a: f"{a.loss.type}-{a.aggregation.type}-{a.importance.type}",
 )
@@ -128,28 +142,29 @@ def test_microbatches_add_up_to_one_large_batch(make_trainer, make_groups, algor
 
 
 def every_algorithm():
-    losses = [AlgorithmConfig(loss=kind()) for kind in get_args(get_args(Loss)[0])]
+    losses = [AlgorithmConfig(loss=kind()) for kind in get_args(get_args(Loss)[0]) if kind is not PpoEwma]
     advantages = [AlgorithmConfig(advantage=kind()) for kind in get_args(get_args(Advantage)[0])]
     decoupled = [
         AlgorithmConfig(proximal=proximal(), importance=importance)
         for proximal in (RecomputedProximal, InterpolatedProximal)
         for importance in (TruncatedWeights(), MaskedWeights(level="geometric"))
     ]
-    return [*losses, *advantages, *decoupled, AlgorithmConfig(filters=(OffPolicySequenceMask(), Veto()))]
+    presets = [AlgorithmConfig.model_validate(name) for name in PRESETS]
+    return [*losses, *advantages, *decoupled, *presets, AlgorithmConfig(filters=(OffPolicySequenceMask(), Veto()))]
 
 
 @pytest.mark.parametrize(
     "algorithm",
     every_algorithm(),
-    ids=lambda a: f"{a.advantage.type}-{a.proximal.type}-{a.importance.type}-{a.loss.type}",
+    ids=lambda a: a.preset or f"{a.advantage.type}-{a.proximal.type}-{a.importance.type}-{a.loss.type}",
 )
 def test_every_algorithm_trains(make_trainer, make_groups, algorithm):
     groups = [[replace(s, components={"r": s.reward}) for s in g] for g in make_groups(4, 3, version=1)]
     trainer = make_trainer(algorithm, TrainConfig(inner_updates=2))
     before = weights(trainer)
-    result = trainer.step(groups, version=2, max_staleness=1)
+    result = trainer.step(on_policy(trainer.model, groups), version=2, max_staleness=1)
     assert result.status == "trained", result.evidence
-    assert result.metrics["optimizer/updates"] == 2
+    assert result.metrics["optimizer/updates"] == (8 if algorithm.preset == "sfpo" else 2)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
@@ -365,6 +380,192 @@ def test_importance_weights_scale_the_loss(make_trainer, make_groups):
     half = other.step(halved, version=0, max_staleness=0).metrics
     for name in ("loss/policy", "loss/weight_mean", "optimizer/grad_norm"):
         assert half[name] == pytest.approx(full[name] / 2, rel=1e-4)
+
+
+def test_the_effective_sample_size_matches_the_reference(reference):
+    case = reference("loss.vcpo_lr")
+    ratios = case["inputs"]["seq_is_ratio_unclipped"]
+    log = torch.tensor(ratios, dtype=torch.float64).log()
+    ess = sequence_sample_size(log, torch.ones(3, dtype=torch.bool), torch.arange(3), 3)
+    assert ess == pytest.approx(case["expected"]["ess_ratio"])
+    base = case["params"]["base_lr"]
+    assert base * ess**0.5 == pytest.approx(case["expected"]["lr_sqrt"])
+
+
+@pytest.mark.parametrize(("rule", "want"), [("sqrt", (2 / 3) ** 0.5), ("linear", 2 / 3)])
+def test_a_step_uses_the_smaller_learning_rate(make_trainer, make_groups, rule, want):
+    """Weights 1, 1 and 4: effective sample size 36 / (3 * 18)."""
+    plain, scaled = make_trainer(), make_trainer(AlgorithmConfig(step_size=EssStep(rule=rule)))
+    [group] = make_groups(1, 3, longest=1, tools=False)
+    [group] = on_policy(plain.model, [[replace(s, reward=float(i)) for i, s in enumerate(group)]])
+    shift = [0.0, 0.0, math.log(4)]
+    groups = [[replace(s, behavior_logprobs=s.behavior_logprobs - d) for s, d in zip(group, shift, strict=True)]]
+    before = weights(plain)
+    one, other = (t.step(groups, version=0, max_staleness=0) for t in (plain, scaled))
+    assert other.metrics["optimizer/rate_factor"] == pytest.approx(want, rel=1e-4)
+    assert other.metrics["optimizer/learning_rate"] == pytest.approx(want * 3e-4, rel=1e-4)
+    assert one.metrics["optimizer/rate_factor"] == 1
+    for name, tensor in before.items():
+        moved, less = weights(plain)[name] - tensor, weights(scaled)[name] - tensor
+        torch.testing.assert_close(less, moved * want, rtol=1e-2, atol=1e-7, msg=name)
+
+
+def test_averaged_weights_are_the_debiased_average_of_all_weights(make_trainer, make_groups):
+    trainer = make_trainer(AlgorithmConfig.model_validate("ppo_ewma"))
+    seen = [weights(trainer)]
+    for version in range(3):
+        trainer.step(make_groups(seed=version), version=version, max_staleness=None)
+        seen.append(weights(trainer))
+    tensors, _ = trainer.checkpoint_state()
+    share = [0.9**3, 0.9**2, 0.9, 1.0]
+    for name in seen[0]:
+        want = sum(w * s[name] for w, s in zip(share, seen, strict=True)) / sum(share)
+        torch.testing.assert_close(tensors[f"memory/average/{name}"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_proximal_policy_is_that_of_the_average_or_of_an_earlier_version(make_trainer, make_groups):
+    for proximal in (EwmaProximal(decay=0.9), SnapshotProximal(lag=2)):
+        cfg = AlgorithmConfig(proximal=proximal, importance=TruncatedWeights())
+        trainer = make_trainer(cfg, TrainConfig(learning_rate=3e-3))
+        moved = [
+            trainer.step(make_groups(seed=v), version=v, max_staleness=None).metrics["policy/kl_proximal"]
+            for v in range(4)
+        ]
+        assert moved[0] == pytest.approx(0, abs=1e-9)
+        assert min(moved[1:]) > 1e-7
+
+
+def test_a_snapshot_is_the_exact_earlier_version(make_trainer, make_groups, make_model):
+    trainer = make_trainer(AlgorithmConfig(proximal=SnapshotProximal(lag=2), importance=TruncatedWeights()))
+    old = []
+    for version in range(4):
+        old.append(weights(trainer))
+        trainer.step(make_groups(seed=version), version=version, max_staleness=None)
+    tensors, _ = trainer.checkpoint_state()
+    kept = sorted({int(name.split("/")[2]) for name in tensors if name.startswith("memory/snapshot/")})
+    assert kept == [1, 2, 3]
+    for name, tensor in old[1].items():
+        assert torch.equal(tensors[f"memory/snapshot/1/{name}"], tensor)
+
+
+REMEMBERING = [
+    AlgorithmConfig.model_validate("ppo_ewma"),
+    AlgorithmConfig.model_validate("sfpo"),
+    AlgorithmConfig(proximal=SnapshotProximal(lag=2), importance=TruncatedWeights()),
+    AlgorithmConfig(regularizers=(AdaptiveEntropy(target=10.0),)),
+    AlgorithmConfig(reward_kl=RewardKl(coefficient=0.1)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: a.preset or a.proximal.type)
+def test_what_is_remembered_survives_a_restart_bit_for_bit(make_trainer, make_groups, algorithm, dtype):
+    straight, first = make_trainer(algorithm, dtype=dtype), make_trainer(algorithm, dtype=dtype)
+    for version in range(3):
+        for trainer in (straight, first):
+            trainer.step(make_groups(seed=version), version=version, max_staleness=None)
+    other = make_trainer(algorithm, dtype=dtype)  # made from version 0, as a restart makes it
+    other.load_checkpoint(*checkpoint_from_bytes(bits(first)))
+    for version in range(3, 5):
+        for trainer in (straight, other):
+            trainer.step(make_groups(seed=version), version=version, max_staleness=None)
+    assert bits(straight) == bits(other)
+
+
+@pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: a.preset or a.proximal.type)
+def test_a_skipped_step_is_not_remembered(make_trainer, make_groups, algorithm):
+    trainer = make_trainer(algorithm)
+    trainer.step(make_groups(), version=0, max_staleness=None)
+    before = (
+        {n: t.clone() for n, t in trainer.checkpoint_state()[0].items() if "/average/" in n},
+        trainer._memory.scalars(),
+    )
+    result = trainer.step(spoil(make_groups(seed=1), 3, reward=math.nan), version=1, max_staleness=None)
+    assert result.status == "skipped"
+    after = trainer.checkpoint_state()[0]
+    assert all(torch.equal(after[name], tensor) for name, tensor in before[0].items())
+    assert trainer._memory.scalars() == before[1]
+
+
+def test_other_weights_leave_the_model_as_it_was(make_trainer, make_groups):
+    trainer = make_trainer(AlgorithmConfig(regularizers=(KlPenalty(towards="reference", coefficient=0.1),)))
+    own = {name: p.data_ptr() for name, p in trainer.model.named_parameters()}
+    for version in range(2):
+        trainer.step(make_groups(seed=version), version=version, max_staleness=None)
+    assert {name: p.data_ptr() for name, p in trainer.model.named_parameters()} == own
+
+
+def test_the_pull_towards_version_zero_keeps_weights_near_it(make_trainer, make_groups):
+    def distance(coefficient):
+        pull = KlPenalty(towards="reference", coefficient=coefficient)
+        trainer = make_trainer(AlgorithmConfig(regularizers=(pull,)), TrainConfig(learning_rate=3e-3))
+        groups = on_policy(trainer.model, make_groups(tools=False))
+        with torch.no_grad():
+            start = [packed_logprobs(trainer.model, pack(g))[0] for g in groups]
+        for version in range(6):
+            trainer.step(groups, version=version, max_staleness=None)
+        with torch.no_grad():
+            return sum(
+                (packed_logprobs(trainer.model, pack(g))[0] - s).pow(2).sum().item()
+                for g, s in zip(groups, start, strict=True)
+            )
+
+    assert distance(20.0) < 0.5 * distance(1e-6)
+
+
+def test_a_divergence_in_the_reward_is_taken_off_before_the_baseline(make_trainer, make_groups):
+    cfg = AlgorithmConfig(advantage=Grpo(std="none"), reward_kl=RewardKl(coefficient=0.5))
+    trainer = make_trainer(cfg)
+    groups = make_groups(2, 3, tools=False)
+    result = trainer.step(groups, version=0, max_staleness=0)
+    model = make_trainer().model
+    with torch.no_grad():
+        logp = [packed_logprobs(model, pack([s]))[0] for g in groups for s in g]
+    kl = [
+        float((torch.from_numpy(s.behavior_logprobs) - x).sum())
+        for s, x in zip((s for g in groups for s in g), logp, strict=True)
+    ]
+    assert result.metrics["reward/kl"] == pytest.approx(sum(kl) / 6, rel=1e-4)
+    shaped = [
+        [replace(s, reward=s.reward - 0.5 * kl[3 * i + j]) for j, s in enumerate(g)] for i, g in enumerate(groups)
+    ]
+    other = make_trainer(AlgorithmConfig(advantage=Grpo(std="none")))
+    other.step(shaped, version=0, max_staleness=0)
+    for name, tensor in weights(other).items():
+        torch.testing.assert_close(weights(trainer)[name], tensor, rtol=1e-4, atol=2e-6, msg=name)
+    assert result.metrics["reward/mean"] == pytest.approx(sum(s.reward for g in groups for s in g) / 6)
+
+
+def test_the_entropy_coefficient_follows_the_entropy(make_trainer, make_groups):
+    rising = make_trainer(AlgorithmConfig(regularizers=(AdaptiveEntropy(target=10.0, change=0.1, largest=0.25),)))
+    seen, spent = [], []
+    for version in range(4):
+        metrics = rising.step(make_groups(seed=version), version=version, max_staleness=None).metrics
+        seen.append(metrics["optimizer/entropy_coefficient"])
+        spent.append(metrics["loss/regularizers"] / metrics["policy/entropy"])
+    assert seen == pytest.approx([0.1, 0.2, 0.25, 0.25])
+    assert spent == pytest.approx([0.0, -0.1, -0.2, -0.25], rel=1e-4, abs=1e-9)  # that of the step before
+    falling = make_trainer(AlgorithmConfig(regularizers=(AdaptiveEntropy(target=1e-6),)))
+    metrics = falling.step(make_groups(), version=0, max_staleness=None).metrics
+    assert metrics["optimizer/entropy_coefficient"] == 0
+
+
+def test_fast_steps_are_taken_back_in_part(make_trainer, make_groups):
+    groups = make_groups()
+    cfg = AlgorithmConfig(update=SlowFastUpdate(fast_steps=2, keep=0.5))
+    trainer, plain = make_trainer(cfg), make_trainer()
+    result = trainer.step(groups, version=0, max_staleness=0)
+    assert result.metrics["optimizer/updates"] == 3
+    start = weights(plain)
+    for _ in range(2):
+        plain.step(groups, version=0, max_staleness=0)
+    middle = {name: start[name] + 0.5 * (tensor - start[name]) for name, tensor in weights(plain).items()}
+    with torch.no_grad():
+        for name, parameter in plain.model.named_parameters():
+            parameter.copy_(middle[name])
+    plain.step(groups, version=0, max_staleness=0)
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(trainer)[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_a_gdpo_step_without_components_is_refused(make_trainer, make_groups):

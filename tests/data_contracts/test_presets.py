@@ -1,0 +1,55 @@
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from data_contracts.algorithm import AlgorithmConfig
+from data_contracts.config import RunConfig
+from data_contracts.presets import PRESETS, expand
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_whole_configuration_that_survives_json(name):
+    cfg = AlgorithmConfig.model_validate(name)
+    assert cfg.preset == name
+    assert AlgorithmConfig.model_validate_json(cfg.model_dump_json()) == cfg
+    assert PRESETS[name].about
+    assert PRESETS[name].source
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_differs_from_every_other(name):
+    others = [preset.parts for key, preset in PRESETS.items() if key != name]
+    assert PRESETS[name].parts not in others
+
+
+def test_a_word_gives_the_recipe():
+    assert RunConfig.model_validate({"algorithm": "gspo"}).algorithm.loss.type == "gspo"
+
+
+def test_further_fields_replace_those_of_the_recipe():
+    cfg = AlgorithmConfig.model_validate({"preset": "gspo", "loss": {"clip_low": 1e-3}, "truncated": "mask"})
+    assert (cfg.loss.type, cfg.loss.clip_low, cfg.loss.clip_high) == ("gspo", 1e-3, 4e-4)
+    assert cfg.aggregation.type == "seq_mean_token_mean"
+    assert cfg.truncated == "mask"
+
+
+def test_another_kind_replaces_the_recipes_part_whole():
+    cfg = AlgorithmConfig.model_validate({"preset": "gspo", "loss": {"type": "cispo"}})
+    assert cfg.loss == AlgorithmConfig.model_validate({"loss": {"type": "cispo"}}).loss
+
+
+def test_an_unknown_preset_names_close_matches():
+    with pytest.raises(ValidationError, match=re.escape("there is no preset 'gspoo'; did you mean gspo")):
+        AlgorithmConfig.model_validate("gspoo")
+    with pytest.raises(ValueError, match="rollflow presets"):
+        expand("zzzz")
+
+
+def test_fields_without_a_preset_stay_as_they_are():
+    assert expand({"truncated": "mask"}) == {"truncated": "mask"}
+
+
+def test_a_recipe_that_contradicts_an_override_is_refused():
+    with pytest.raises(ValidationError, match="counted twice"):
+        AlgorithmConfig.model_validate({"preset": "tis", "proximal": {"type": "behavior"}})
