@@ -110,6 +110,27 @@ def query(
 
 
 @app.command()
+def quarantine(
+    name: RunName,
+    store: StoreUrl = None,
+    show: Annotated[str | None, typer.Option(metavar="ID", help="Show one refusal: rule, values, rows.")] = None,
+    release: Annotated[str | None, typer.Option(metavar="ID", help="Let its group be trained after all.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Really release; without it, only say what would be done.")] = False,
+) -> None:
+    """List what was refused and why; show one refusal, or release its group under a new ticket."""
+    from flows import quarantine
+    from infra.runs import find_run
+
+    found = find_run(name, _store(store))
+    if release is not None:
+        quarantine.release_entry(found, release, is_confirmed=yes)
+    elif show is not None:
+        quarantine.show_entry(found, show)
+    else:
+        quarantine.list_entries(found)
+
+
+@app.command()
 def presets(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one's fields.")] = None) -> None:
     """List the named algorithms that `--algorithm.preset NAME` begins from."""
     from flows import presets
@@ -131,6 +152,21 @@ def study(
     from flows.study import conduct_study
 
     typer.echo(conduct_study(file, store, cells=cells, jobs=jobs))
+
+
+@app.command()
+def gc(
+    name: RunName,
+    store: StoreUrl = None,
+    weights: Annotated[bool, typer.Option("--weights", help="Also weights of versions nobody comes back to.")] = False,
+    archive: Annotated[Path | None, typer.Option(metavar="DIR", help="First write trajectories to Parquet there.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Really remove; without it, only say what would go.")] = False,
+) -> None:
+    """Remove from a run at rest what no commit, replay, recovery or promotion needs; says first what that is."""
+    from flows.retention import collect
+    from infra.runs import find_run
+
+    collect(find_run(name, _store(store)), weights=weights, archive_to=archive, is_confirmed=yes)
 
 
 @app.command()
