@@ -91,6 +91,60 @@ class ReasoningGymEnv(Frozen):
     """Name in prompt ids; empty takes that of the data set. Two envs of a run need two names."""
 
 
+class ProblemFile(Frozen):
+    """Problems from a file of JSON lines, one object each; a fifth of them, chosen by their text, is held out."""
+
+    path: str
+    """The file."""
+    sha256: str = ""
+    """SHA-256 of the file in hexadecimal; when given, another file of that name is refused."""
+    question: str = "question"
+    """Name of the field that holds the question."""
+    instruction: str = ""
+    """Text put before every question."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of prompts, relative to the other envs."""
+    name: str = ""
+    """Name in prompt ids; empty takes the kind of env. Two envs of a run need two names."""
+
+
+class MathEnv(ProblemFile):
+    """Mathematical problems whose answers are compared by the math-verify package: 0.5 is \\frac{1}{2}."""
+
+    type: Literal["math"] = "math"
+    answer: str = "answer"
+    """Name of the field that holds the gold answer, in LaTeX or plain."""
+    answer_after: str = ""
+    """The gold answer is what follows the last occurrence of this text in its field, as #### in GSM8K."""
+    boxed_weight: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the reward that is for an answer in \\boxed{}; the rest is for a right answer."""
+
+
+class CodeEnv(ProblemFile):
+    """Programming problems: the response's Python program runs against tests in a sandbox.
+
+    A problem has `tests`, each either {"stdin": text, "stdout": text} or {"call": function, "args": [...], "expect":
+    JSON value}, and a gold `solution`. What is expected never enters the sandbox.
+    """
+
+    type: Literal["code"] = "code"
+    partial: bool = False
+    """Reward the share of tests passed; otherwise all must pass."""
+    sandbox: Literal["namespaces", "limits"] = "namespaces"
+    """How programs are shut in (see infra/sandbox.py). `limits` is weaker, for machines without namespaces."""
+    time_s: float = Field(default=2.0, gt=0)
+    """Limit on the processor time of one run of a program; it may last twice that and a second in all."""
+    total_s: float = Field(default=8.0, gt=0)
+    """Limit on all runs of one response; below reward.timeout_s, so that a slow program is a wrong answer and not a
+    failure of the verifier."""
+    memory_mb: int = Field(default=512, ge=64)
+    """Limit on the address space of each process, in MiB."""
+    processes: int = Field(default=4, gt=0)
+    """Limit on processes and threads of a program."""
+    output_kb: int = Field(default=64, gt=0)
+    """Limit on each output, in KiB."""
+
+
 class CustomEnv(Frozen):
     """An env of one's own."""
 
@@ -103,7 +157,7 @@ class CustomEnv(Frozen):
     """Share of prompts, relative to the other envs."""
 
 
-EnvConfig = Annotated[AdditionEnv | ReasoningGymEnv | CustomEnv, Field(discriminator="type")]
+EnvConfig = Annotated[AdditionEnv | ReasoningGymEnv | MathEnv | CodeEnv | CustomEnv, Field(discriminator="type")]
 
 
 class SamplingConfig(Frozen):
@@ -150,11 +204,19 @@ class StalenessConfig(Frozen):
     """A ticket whose lease was lost this often is given up."""
     lease_s: float = Field(default=30.0, gt=0)
     """A lease is lost when its counter has not moved for this long, by the observer's clock."""
+    exact: bool = False
+    """Roll out every ticket under exactly the version that admits it, so that from step max_staleness on each group is
+    max_staleness versions old. Holds as long as no rollout process dies; results then do not depend on timing."""
 
     @model_validator(mode="after")
     def _bounded_somehow(self) -> "StalenessConfig":
         if self.bound is None and self.max_unsettled is None:
             raise ValueError("max_staleness unbounded needs max_unsettled: say how many groups may wait at most")
+        if self.exact and (self.bound is None or self.stragglers != "wait" or self.ticket_timeout_s is not None):
+            raise ValueError(
+                "exact needs max_staleness as a number, stragglers 'wait' and no ticket_timeout_s: anything else would "
+                "sample or drop tickets by timing"
+            )
         return self
 
     @property
@@ -440,6 +502,12 @@ class RunConfig(Frozen):
                 f"staleness.max_unsettled {limit} is below groups_per_step {self.groups_per_step}: "
                 "no step could be filled"
             )
+        for env in self.envs:
+            if isinstance(env, CodeEnv) and env.total_s >= self.reward.timeout_s:
+                raise ValueError(
+                    f"envs: total_s {env.total_s} of a code env is not below reward.timeout_s "
+                    f"{self.reward.timeout_s}: raise reward.timeout_s"
+                )
         if not self.envs:
             raise ValueError("envs is empty: name at least one")
         self._refuse_ratios_of_two_distributions()

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from data_contracts.config import AdditionEnv, CustomEnv, EnvConfig, ReasoningGymEnv
+from data_contracts.config import AdditionEnv, CodeEnv, CustomEnv, EnvConfig, MathEnv, ReasoningGymEnv
 from data_contracts.errors import ConfigError, ContractError
 from tasks.envs.addition import Addition
+from tasks.envs.code import Code
 from tasks.envs.order import permute, uniform
 from tasks.envs.protocol import Env, Prompt
 
@@ -21,6 +22,12 @@ def _reasoning_gym(config: ReasoningGymEnv) -> Env:
     from tasks.envs.reasoning_gym import ReasoningGym  # its package takes over a second to import
 
     return ReasoningGym(config)
+
+
+def _math(config: MathEnv) -> Env:
+    from tasks.envs.mathematics import Mathematics  # sympy takes a second to import
+
+    return Mathematics(config)
 
 
 def _custom(config: CustomEnv) -> Env:
@@ -43,6 +50,8 @@ def _custom(config: CustomEnv) -> Env:
 ENVS: dict[type, Callable[[Any], Env]] = {
     AdditionEnv: Addition,
     ReasoningGymEnv: _reasoning_gym,
+    MathEnv: _math,
+    CodeEnv: Code,
     CustomEnv: _custom,
 }
 

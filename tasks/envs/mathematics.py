@@ -1,0 +1,74 @@
+"""Mathematical problems, judged by the math-verify package: answers are equal when what they mean is.
+
+An answer that cannot be parsed is a wrong one, and is counted by the component `parsed`.
+"""
+
+import importlib.metadata
+import logging
+
+from math_verify import parse, verify
+
+from data_contracts.config import MathEnv
+from tasks.envs.problems import Problems
+from tasks.envs.protocol import Env, Prompt, Score
+
+# The package's own time limits are alarms, which would switch off that of the process that verifies (tasks/verify.py
+# kills it when it hangs); without them it warns at every call.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+class Mathematics(Env):
+    """Problems of a file, with a reward of 1 for a right answer in the right form."""
+
+    needs_timeout = True  # sympy can think for ever
+
+    def __init__(self, config: MathEnv) -> None:
+        """Read the problems.
+
+        Raises:
+            ConfigError: the file is not usable.
+        """
+        self._config = config
+        self._problems = Problems(config, (config.answer,))
+        self.name = config.name or config.type
+        self.verifier = f"math_verify@{importlib.metadata.version('math-verify')}"
+        self.num_prompts = len(self._problems.trained)
+        self.num_eval_prompts = len(self._problems.held_out)
+
+    def prompt(self, index: int) -> Prompt:
+        """Return training prompt `index`."""
+        return self._make(self.prompt_id(index), self._problems.trained[index])
+
+    def eval_prompt(self, index: int) -> Prompt:
+        """Return held-out prompt `index`."""
+        return self._make(self.eval_prompt_id(index), self._problems.held_out[index])
+
+    def score(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> Score:
+        """Compare the response's answer, what stands in its last box or else its last expression, with the gold one.
+
+        Components: `correct`, `boxed` (whether there is a box) and `parsed` (whether an answer could be read).
+        """
+        gold = parse(_boxed(prompt.answer), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        box = response_text.rfind("\\boxed{")  # the package would take all boxes together for one set of answers
+        given = parse(response_text[max(box, 0) :], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        correct = float(verify(gold, given, timeout_seconds=None))
+        boxed = float(box >= 0)
+        parsed = float(any(not isinstance(answer, str) for answer in given))
+        share = self._config.boxed_weight
+        reward = (1 - share) * correct + share * boxed
+        return Score(reward, {"correct": correct, "boxed": boxed, "parsed": parsed})
+
+    def gold_response(self, prompt: Prompt) -> str:
+        """Return the gold answer in a box."""
+        return _boxed(prompt.answer)
+
+    def _make(self, prompt_id: str, problem: dict[str, str]) -> Prompt:
+        answer = str(problem[self._config.answer])
+        if self._config.answer_after:
+            answer = answer.rpartition(self._config.answer_after)[2]
+        question = self._config.instruction + str(problem[self._config.question])
+        return Prompt(prompt_id, question, answer.strip())
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"
