@@ -215,6 +215,17 @@ class RunState:
         is_behind["claim"] |= self.next_ticket < self.named_ticket
         return [log for log in LOGS if is_behind[log]]
 
+    def require_current(self) -> None:
+        """Raise ProtocolError while the view lags behind: nothing may be decided."""
+        behind = self.behind()
+        if behind:
+            raise ProtocolError(f"this view lags behind in {behind}: read these logs to their ends before deciding")
+
+    def require_version(self, version: int) -> None:
+        """Raise ProtocolError unless commit `version` is known to exist."""
+        if not 0 <= version <= self.version:
+            raise ProtocolError(f"version {version} is not among the commits 0..{self.version} of this view")
+
     def in_flight(self) -> list[Ticket]:
         """Return the tickets in flight, in ticket order."""
         return [self.tickets[n] for n in sorted(self.tickets) if self.tickets[n].is_in_flight]
