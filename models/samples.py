@@ -37,6 +37,13 @@ class Sample:
         return f"ticket {self.ticket}, sample {self.sample}"
 
 
+def good_rows(table: pa.Table) -> np.ndarray:
+    """Return the numbers of the rows of a scored table whose rollout and reward both succeeded."""
+    failed = table.column("finish_reason").to_numpy() == "error"
+    failed |= (table.column("error").to_numpy() != "") | (table.column("reward_error").to_numpy() != "")
+    return np.flatnonzero(~failed)
+
+
 def samples_from_table(table: pa.Table) -> list[Sample]:
     """Return the good rows of a scored table in row order; error rows are left out.
 
@@ -52,8 +59,6 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
             "reward",
             "temperature",
             "finish_reason",
-            "error",
-            "reward_error",
             "reward_names",
         )
     }
@@ -68,8 +73,7 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
             finish_reason=columns["finish_reason"][row],
             components=dict(zip(columns["reward_names"][row], columns["reward_values"][row], strict=True)),
         )
-        for row in range(table.num_rows)
-        if columns["finish_reason"][row] != "error" and not columns["error"][row] and not columns["reward_error"][row]
+        for row in good_rows(table).tolist()
     ]
 
 

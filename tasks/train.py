@@ -31,7 +31,7 @@ from data_contracts.protocol import (
 from data_contracts.records import Commit, Consumed, ObjectRef
 from infra.crash import point
 from infra.objects import get_batch, put_object
-from models.samples import Sample, samples_from_table
+from models.samples import Sample, good_rows, samples_from_table
 from models.trainer import StepResult
 from tasks.curriculum import CurriculumReader
 from tasks.ledger import Ledger
@@ -218,14 +218,28 @@ class Learner:
         return put_object(self._role.store, "curriculum", ".json", following.model_dump_json().encode())
 
 
+class _Opened:
+    """A batch that was read and checked as a whole, once for all of its groups."""
+
+    def __init__(self, table: pa.Table, newest_version: int) -> None:
+        self.invalid = dict(trajectory.find_invalid_rows(table, "scored", newest_version=newest_version))
+        self.versions: list[list[int]] = table.column("used_versions").to_pylist()
+        self.digests: list[list[str]] = table.column("used_digests").to_pylist()
+        valid = np.array([row for row in range(table.num_rows) if row not in self.invalid], np.int64)
+        usable = table if valid.size == table.num_rows else table.take(pa.array(valid))
+        good = valid[good_rows(usable)]
+        self.samples = dict(zip(good.tolist(), samples_from_table(usable), strict=True))
+        """Good samples by row."""
+
+
 class GroupReader:
     """Reads accepted groups, verified once more where they are used."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._digests: dict[int, str] = {}
-        self._batch_key = ""
-        self._batch: pa.Table | None = None
+        self._key = ""
+        self._opened: _Opened | None = None
 
     def read(self, group: Consumed) -> list[Sample]:
         """Return the good samples of a group, without those that curation left out.
@@ -234,27 +248,26 @@ class GroupReader:
             GroupUnusable: the batch is torn, altered or missing, breaks its contract, or was sampled by weights
                 other than those committed.
         """
-        table = self._table(group)
-        rows = table.slice(group.group.first_row, group.group.num_rows)
+        opened = self._open(group)
+        rows = range(group.group.first_row, group.group.first_row + group.group.num_rows)
+        for row in rows:
+            if row in opened.invalid:
+                raise GroupUnusable(opened.invalid[row], group.ticket, "contract", group.batch)
         try:
-            trajectory.check(rows, "scored", newest_version=self._ledger.state.version)
-        except ContractError as cause:
-            raise GroupUnusable(str(cause), group.ticket, "contract", group.batch) from cause
-        try:
-            self._check_digests(rows.column("used_versions").to_pylist(), rows.column("used_digests").to_pylist())
+            self._check_digests(opened.versions[rows.start : rows.stop], opened.digests[rows.start : rows.stop])
         except DigestMismatch as cause:
             raise GroupUnusable(str(cause), group.ticket, "digest", group.batch) from cause
-        kept = np.setdiff1d(np.arange(rows.num_rows), group.group.left_out).astype(np.int64)
-        return samples_from_table(rows if kept.size == rows.num_rows else rows.take(pa.array(kept)))
+        left_out = {rows.start + row for row in group.group.left_out}
+        return [opened.samples[row] for row in rows if row in opened.samples and row not in left_out]
 
-    def _table(self, group: Consumed) -> pa.Table:
-        if self._batch is None or group.batch.key != self._batch_key:
+    def _open(self, group: Consumed) -> _Opened:
+        if self._opened is None or group.batch.key != self._key:
             try:
-                self._batch = get_batch(self._ledger.store, group.batch, "scored")
+                table = get_batch(self._ledger.store, group.batch, "scored")
             except (ContractError, ObjectMissing) as cause:
                 raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
-            self._batch_key = group.batch.key
-        return self._batch
+            self._opened, self._key = _Opened(table, self._ledger.state.version), group.batch.key
+        return self._opened
 
     def _check_digests(self, versions: list[list[int]], digests: list[list[str]]) -> None:
         # A set of pairs, not a mapping: rows may contradict each other about one version.
