@@ -89,6 +89,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "eval/truncated": ("fraction", "answers to held-out prompts cut off by the length limit"),
     "verify/rows": ("samples", "samples that went through the reward stage"),
     "verify/errors": ("samples", "of these, samples without a reward: the sample or its verification had failed"),
+    "verify/failed/*": (
+        "samples",
+        "samples without a reward by kind: sample, timeout, died, not_finite, exception",
+    ),
     "verify/failed_samples": ("samples", "of these, samples that came from rollout as failures"),
     "verify/retries": ("count", "verifications tried again after an error or a timeout"),
     "verify/timeouts": ("count", "verifications that took longer than reward.timeout_s"),

@@ -20,6 +20,14 @@ from tasks.verify import Counts, Job, Outcome, VerifierPool, attempt, judge
 Found = tuple[Env, Prompt] | str
 """What a prompt id stands for, or why that cannot be said."""
 
+_KINDS = {
+    "no response": "sample",
+    "verification took longer": "timeout",
+    "verifier process died": "died",
+    "verifier gave": "not_finite",
+}
+"""How a reason begins, to what kind it is of; all others are exceptions of a verifier."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -85,8 +93,19 @@ def score(
             "verify/retries": float(counts.retries),
             "verify/timeouts": float(counts.timeouts),
             "verify/restarts": float(counts.restarts),
-        },
+        }
+        | count_errors(outcomes),
     )
+
+
+def count_errors(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return how many samples have no reward, by kind: verify/failed/sample, timeout, died, not_finite or exception."""
+    found: dict[str, float] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, str):
+            kind = next((kind for start, kind in _KINDS.items() if outcome.startswith(start)), "exception")
+            found[f"verify/failed/{kind}"] = found.get(f"verify/failed/{kind}", 0.0) + 1
+    return found
 
 
 def judge_all(

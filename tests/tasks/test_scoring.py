@@ -10,12 +10,13 @@ import pytest
 
 from data_contracts.config import AdditionEnv, CustomEnv, OverlongPenalty, ReasoningGymEnv, RewardConfig, TinyModel
 from data_contracts.errors import ServiceError
+from data_contracts.metrics import check_names
 from data_contracts.trajectory import SCHEMAS, check, make_table
 from models.tiny import build_tokenizer
 from tasks.envs.protocol import Score
 from tasks.envs.registry import build_envs
 from tasks.prompts import encode_prompt, make_decoder
-from tasks.scoring import checked, judge_all, make_pool, score, shaped
+from tasks.scoring import checked, count_errors, judge_all, make_pool, score, shaped
 from tasks.verify import Job, VerifierPool
 
 CUSTOM_MODULE = '''
@@ -348,3 +349,13 @@ def test_the_penalty_is_a_component_of_the_scored_table() -> None:
     assert scored.column("reward").to_pylist() == [0.5, -0.25]
     assert scored.column("reward_names").to_pylist() == [["correct", "overlong"]] * 2
     assert scored.column("reward_values").to_pylist() == [[1.0, -0.5], [0.0, -0.25]]
+
+
+def test_missing_rewards_are_counted_by_kind():
+    outcomes = [
+        Score(1.0), "no response: out of memory", "verification took longer than 1 s", "verifier process died with 7",
+        checked(Score(math.nan)), "ValueError: no sandbox", "OSError: try again",
+    ]  # fmt: skip
+    kinds = {"sample": 1, "timeout": 1, "died": 1, "not_finite": 1, "exception": 2}
+    assert count_errors(outcomes) == {f"verify/failed/{kind}": count for kind, count in kinds.items()}
+    check_names(count_errors(outcomes))
