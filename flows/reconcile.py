@@ -13,7 +13,7 @@ SHOWN = 10
 def reconcile_run(run: Run, *, deep: bool, console: Console | None = None) -> int:
     """Prove a run's books; return the exit code: 1 when its records contradict each other."""
     books = reconcile(run.store, deep=deep)
-    (console or Console()).print(_table(run, books))
+    (console or Console()).print(_table(books))
     for sentence in books.contradictions[:SHOWN]:
         typer.echo(f"rollflow: run {run.id}: {sentence}", err=True)
     if books.contradictions:
@@ -27,8 +27,8 @@ def reconcile_run(run: Run, *, deep: bool, console: Console | None = None) -> in
     return 0
 
 
-def _table(run: Run, books: Books) -> Table:
-    table = Table(title=f"run {run.id}")
+def _table(books: Books) -> Table:
+    table = Table()
     table.add_column("tickets")
     table.add_column("number", justify="right")
     table.add_row("issued", str(books.issued))

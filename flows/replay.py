@@ -134,12 +134,12 @@ def _export(target: Run) -> None:
     """Write the replay into MLflow beside the run it replays, when the server is up."""
     if not target.config.tracking.enabled:
         return
-    uri = target.config.tracking.uri
+    uri, later = target.config.tracking.uri, f"rollflow role export --run {target.store.url}"
     services = servers.find(settings.home())
     if services is not None:
         os.environ.update(servers.connect_environment(services))
     elif uri is None:
-        typer.echo("no MLflow server is up: start one with `rollflow up`, then: rollflow role export --run ...")
+        typer.echo(f"no MLflow server is up; start one with `rollflow up`, then: {later}")
         return
     from infra.tracking import Exporter, export_loop
 
@@ -147,6 +147,8 @@ def _export(target: Run) -> None:
     exporter = Exporter(target.store, uri, target.config, target.id, packages=target.packages, tags=tags)
     if export_loop(exporter, lambda: True, drain_s=target.config.tracking.drain_s):
         typer.echo(f"MLflow {exporter.run_url}")
+    else:
+        typer.echo(f"not everything is in MLflow yet; later: {later}", err=True)
 
 
 def _compare(run: Run, target: Run) -> None:

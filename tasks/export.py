@@ -13,9 +13,9 @@ from tasks.role import Role
 
 def run(role: Role) -> None:
     """Export until the run has ended, its last version is evaluated, and everything is in MLflow."""
-    packages = load_run(role.store.url).packages
-    run_id = role.store.url.rsplit("/", 1)[1]
-    exporter = Exporter(role.store, None, role.config, run_id, packages=packages)
+    run = load_run(role.store.url)
+    tags = {"rollflow.replay_of": run.replay_of} if run.replay_of else {}
+    exporter = Exporter(role.store, None, role.config, run.id, packages=run.packages, tags=tags)
     evaluations = Log(role.store, "log/eval", Evaluation)
     control = Log(role.store, "log/control", Control)
     closed = False
@@ -26,7 +26,7 @@ def run(role: Role) -> None:
         if not closed:
             role.check()
             return False
-        if not role.is_over:
+        if not role.is_over or run.replay_of:  # a replay has evaluated what it wanted to before it ended
             return True
         last = evaluations.last()
         return last is not None and last.version >= role.config.steps

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from data_contracts.config import LocalModel, RunConfig
 from data_contracts.errors import ConfigError
+from data_contracts.losses import PpoClip
 from flows.load import SHIPPED, load_run_config, override
 
 
@@ -128,3 +129,20 @@ def test_every_field_says_what_it_means() -> None:
         if name != "type" and not field.description
     ]
     assert undescribed == []
+
+
+def test_a_frozen_configuration_is_overridden_by_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = RunConfig(steps=7)
+    monkeypatch.setenv("ROLLFLOW_RUN__STEPS", "99")
+    after = override(before, ["--staleness.max_staleness", "4", "--algorithm.loss.clip_high=0.3"])
+    assert (after.steps, after.staleness.max_staleness) == (7, 4)
+    assert isinstance(after.algorithm.loss, PpoClip)
+    assert after.algorithm.loss.clip_high == 0.3
+    assert override(before, []) == before
+
+
+def test_another_kind_begins_from_its_own_defaults() -> None:
+    before = override(RunConfig(), ["--algorithm.loss.clip_high", "0.3"])
+    assert override(before, ["--algorithm.loss.type", "reinforce"]).algorithm.loss.type == "reinforce"
+    with pytest.raises(ConfigError, match="no_such_kind"):
+        override(before, ["--algorithm.loss.type", "no_such_kind"])
