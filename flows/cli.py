@@ -73,7 +73,7 @@ def replay(
     keep: Annotated[bool, typer.Option("--keep", help="Make a run of it although nothing is changed.")] = False,
     evaluate: Annotated[bool, typer.Option(help="Evaluate the versions of a replay that is kept.")] = True,
 ) -> None:
-    """Train again from a run's stored batches: the same bits, or with fields changed, as in --train.learning_rate 1e-4."""
+    """Train again from a run's stored batches: to the same bits, or with fields changed (--train.learning_rate 1e-4)."""
     from flows.replay import replay
     from infra.runs import find_run
 
@@ -96,7 +96,7 @@ def reconcile(
 @app.command()
 def query(
     name: RunName,
-    sql: Annotated[str, typer.Argument(metavar="SQL", help="A question to trajectories, tickets, commits, evaluations.")],
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="About trajectories, tickets, commits, evaluations.")],
     store: StoreUrl = None,
     csv: Annotated[Path | None, typer.Option(help="Write the answer to this CSV file.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Write the answer to this Parquet file.")] = None,
@@ -115,7 +115,7 @@ def quarantine(
     store: StoreUrl = None,
     show: Annotated[str | None, typer.Option(metavar="ID", help="Show one refusal: rule, values, rows.")] = None,
     release: Annotated[str | None, typer.Option(metavar="ID", help="Let its group be trained after all.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Really release; without it, only say what would be done.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Really release; else only say what would be done.")] = False,
 ) -> None:
     """List what was refused and why; show one refusal, or release its group under a new ticket."""
     from flows import quarantine
@@ -159,7 +159,7 @@ def gc(
     name: RunName,
     store: StoreUrl = None,
     weights: Annotated[bool, typer.Option("--weights", help="Also weights of versions nobody comes back to.")] = False,
-    archive: Annotated[Path | None, typer.Option(metavar="DIR", help="First write trajectories to Parquet there.")] = None,
+    archive: Annotated[Path | None, typer.Option(metavar="DIR", help="First write Parquet files there.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Really remove; without it, only say what would go.")] = False,
 ) -> None:
     """Remove from a run at rest what no commit, replay, recovery or promotion needs; says first what that is."""
