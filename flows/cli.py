@@ -73,7 +73,7 @@ def replay(
     keep: Annotated[bool, typer.Option("--keep", help="Make a run of it although nothing is changed.")] = False,
     evaluate: Annotated[bool, typer.Option(help="Evaluate the versions of a replay that is kept.")] = True,
 ) -> None:
-    """Train again from a run's stored batches: to the same bits, or with fields changed (--train.learning_rate 1e-4)."""
+    """Train again from a run's stored batches: the same bits, or with fields changed (--train.learning_rate 1e-4)."""
     from flows.replay import replay
     from infra.runs import find_run
 
