@@ -517,3 +517,21 @@ class Cached(Generic[R]):
         """Return all records that exist now."""
         self._records += self._log.read_from(len(self._records))
         return self._records
+
+
+def ensure_group_run(uri: str, experiment: str, name: str, tags: Mapping[str, str]) -> str:
+    """Return the id of the MLflow run that other runs name as their parent; it is made when there is none.
+
+    Raises:
+        ServiceError: the server does not answer or refuses.
+    """
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    with _as_service_error(uri):
+        found = client.get_experiment_by_name(experiment)
+        experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+        runs = client.search_runs([experiment_id], f"tags.`rollflow.group` = '{name}'")
+        if runs:
+            return min(runs, key=lambda run: run.info.start_time).info.run_id
+        made = client.create_run(experiment_id, tags={**tags, "rollflow.group": name}, run_name=name)
+        client.set_terminated(made.info.run_id)
+        return made.info.run_id

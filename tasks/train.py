@@ -15,7 +15,7 @@ import torch
 
 from data_contracts import trajectory
 from data_contracts.config import RunConfig
-from data_contracts.curriculum import advance, claimed_since_commit, returned_since_commit
+from data_contracts.curriculum import Curriculum, advance, claimed_since_commit, returned_since_commit
 from data_contracts.errors import ContractError, DigestMismatch, ObjectMissing, ProtocolError, TrainingDiverged
 from data_contracts.protocol import (
     Finished,
@@ -212,6 +212,9 @@ class Learner:
         named = {handed.curriculum for handed in (*claimed, *returned)}
         states = {version: self._curricula.at(version) for version in sorted(named)}
         current = self._curricula.at(state.version)
+        if current.is_plain:  # which need not be stored, and then does not know how far it has come
+            base = state.next_ticket - len(claimed)
+            current = Curriculum(base_ticket=base, next_prompt=base)
         following = advance(current, claimed, returned, states)
         if following.is_plain and current.is_plain:
             return None
