@@ -455,7 +455,7 @@ class RunConfig(Frozen):
     samples_per_group: int = Field(default=8, gt=0)
     """Responses to one prompt (G)."""
     deterministic: bool | None = None
-    """Bit-exact runs: fixed shapes, settling in ticket order. None: on exactly when max_staleness is 0 and
+    """Bit-exact runs: fixed shapes, settling in ticket order. None: on exactly when max_staleness is 0 or exact, and
     rollout and training use one thread each."""
     store: str = ".rollflow/store"
     """Folder, or s3:// URL, that holds runs."""
@@ -529,4 +529,5 @@ class RunConfig(Frozen):
         """Whether this run must be bit-exact."""
         if self.deterministic is not None:
             return self.deterministic
-        return self.staleness.bound == 0 and self.rollout.threads == 1 and self.train.threads == 1
+        fixed = self.staleness.bound == 0 or self.staleness.exact
+        return fixed and self.rollout.threads == 1 and self.train.threads == 1

@@ -19,7 +19,7 @@ from data_contracts import trajectory
 from data_contracts.config import RunConfig
 from data_contracts.curriculum import Curriculum, prompt_number
 from data_contracts.errors import ConfigError
-from data_contracts.protocol import Leases, decide_claim, decide_rebase, decide_reclaim
+from data_contracts.protocol import Leases, RunState, decide_claim, decide_rebase, decide_reclaim, room
 from data_contracts.records import DELIVERED, Claim, GroupRef, Raw
 from infra.crash import point
 from infra.log import Log
@@ -97,7 +97,8 @@ class Worker:
         self._counted = (0, 0.0, 0.0)
 
     def _load_engine(self) -> tuple[Engine, object]:
-        version = self._ledger.state.version
+        state = self._ledger.state
+        version = first_open_version(state) if self._config.staleness.exact else state.version
         weights, _ = self._reader.weights(version)
         policy = build_policy(read_model_files(self._role.store), next(iter(weights.values())).dtype)
         engine = make_engine(self._config, policy, deterministic=self._config.is_deterministic)
@@ -141,9 +142,18 @@ class Worker:
         newest = self._ledger.state.version
         if newest == self._engine.version or (self._open and not self._config.rollout.swap_in_flight):
             return
+        if self._config.staleness.exact:
+            if self._open or room(self._ledger.state, self._engine.version) > 0:
+                return
+            newest = self._engine.version + 1
         weights, _ = self._reader.weights(newest)
         self._engine.load_weights(weights, newest)
         self._role.progressed(f"loaded version {newest}")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being sampled, and nothing that is sampled waits to be written."""
+        return not (self._open or self._finished)
 
     def _rebase(self) -> None:
         """Put groups that hold training up on the weights in the engine, when stragglers are to be interrupted."""
@@ -298,6 +308,11 @@ class Worker:
     def _progress(self) -> Iterator[tuple[Key, int]]:
         for key, tokens in self._engine.progress().items():
             yield key, tokens + 1  # pyright: ignore[reportReturnType]
+
+
+def first_open_version(state: RunState) -> int:
+    """Return the oldest version that admits a ticket which nobody has claimed; the newest one when none does."""
+    return next((version for version in range(state.version) if room(state, version) > 0), state.version)
 
 
 def sample_seed(ticket: int, sample: int) -> int:
