@@ -138,11 +138,13 @@ def sentences(results: Results) -> list[str]:
     first, fresh = config.presets[0], min(config.staleness)
     told = []
     for staleness in config.staleness:
+        if not results.of(first, staleness):
+            continue
         by_verdict: dict[str, list[str]] = {}
         for preset in config.presets[1:]:
             by_verdict.setdefault(results.verdict(preset, staleness), []).append(preset)
         text = f"At staleness {staleness}, {first} ends at {results.final(first, staleness)}"
-        if staleness != fresh:
+        if staleness != fresh and results.of(first, fresh):
             text += f" (at {fresh}: {results.final(first, fresh)})"
         parts = [
             f"{kind}: {', '.join(by_verdict[kind])}" for kind in ("better", "the same", "worse") if kind in by_verdict

@@ -9,13 +9,9 @@ is known of a study stands in the records of its runs, so any later call goes on
 import os
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 import typer
-from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
-from prefect.task_runners import ProcessPoolTaskRunner
 from pydantic import ValidationError
 
 from dashboards.study import is_done, write_study
@@ -56,9 +52,9 @@ def conduct_study(file: str, store_url: str | None, *, cells: int | None, jobs: 
         os.environ["MLFLOW_TRACKING_URI"] = services.mlflow_url
         os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         warm_up(config, url)
-        runner = ProcessPoolTaskRunner(max_workers=jobs or config.jobs)
-        flow_of_cells = study.with_options(task_runner=runner)  # pyright: ignore[reportArgumentType]
-        flow_of_cells(config.model_dump(mode="json"), url, [vars(cell) for cell in chosen])
+        from flows.study_flow import run_cells  # Prefect reads its environment when it is imported
+
+        run_cells(config, url, chosen, jobs or config.jobs)
     path = write_study(config, open_store(url), settings.home() / "reports")
     left = sum(not is_done(open_store(url).at(config.run_id(cell))) for cell in config.cells())
     took = f"{len(chosen)} cells in {time.monotonic() - started:.0f} s, {left} left"
@@ -101,31 +97,6 @@ def warm_up(config: StudyConfig, url: str) -> Run:
     with Role("start", run.store, run.config) as role:
         start(role)
     return run
-
-
-@flow(name="study", flow_run_name="{url}")
-def study(config: dict, url: str, cells: Sequence[dict]) -> int:
-    """Run cells of a study, some at a time; return how many.
-
-    Args:
-        config: the study, as JSON.
-        url: the store of its runs.
-        cells: preset, staleness and seed of each.
-    """
-    futures = [run_cell.submit(config, url, cell) for cell in cells]
-    for future in futures:
-        future.result()
-    return len(futures)
-
-
-@task(task_run_name="{cell}", cache_policy=NO_CACHE, retries=1)
-def run_cell(config: dict, url: str, cell: dict) -> str:
-    """Run one cell from its beginning to its end, and export it."""
-    chosen = StudyConfig.model_validate(config)
-    run = play_cell(chosen, Cell(**cell), url)
-    if os.environ.get("MLFLOW_TRACKING_URI"):
-        export_cell(chosen, Cell(**cell), run)
-    return run.id
 
 
 def play_cell(config: StudyConfig, cell: Cell, url: str) -> Run:

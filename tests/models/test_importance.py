@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_contracts.algorithm import (
     AdaptiveWeights,
@@ -15,7 +17,7 @@ from data_contracts.algorithm import (
     Veto,
 )
 from models.importance import FILTERS, PROXIMALS, WEIGHTS, adaptive_share
-from models.tokens import select
+from models.tokens import TokenBatch, select
 
 
 @pytest.fixture
@@ -173,3 +175,41 @@ def test_veto_drops_the_sequence_of_a_nearly_impossible_token(token_batch):
     logp = [[-1.0, -20.0], [-1.0, -1.0], [-1.0, -20.0]]
     batch = token_batch(logp, [[1, 1], [1, 1], [1, 0]], behavior=[[-1.0, -1.0]] * 3)
     assert FILTERS[Veto](batch, Veto(threshold=1e-4)).tolist() == [False, False, True, True, True, False]
+
+
+EVERY_WEIGHT = [
+    TruncatedWeights(level="sequence"),
+    TruncatedWeights(normalize=True),
+    TruncatedWeights(level="geometric", normalize=True),
+    MaskedWeights(level="geometric"),
+    AdaptiveWeights(),
+]
+
+
+@pytest.mark.parametrize("cfg", EVERY_WEIGHT, ids=lambda cfg: f"{cfg.type}-{getattr(cfg, 'level', '')}")
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_finite_log_probabilities_give_finite_weights_and_filters(cfg, data):
+    tokens = data.draw(st.integers(1, 8))
+
+    def numbers(low, high):
+        return torch.tensor(data.draw(st.lists(st.floats(low, high, width=32), min_size=tokens, max_size=tokens)))
+
+    behavior, logp = numbers(-1000, 0), numbers(-1000, 0)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)))
+    sequence, samples = torch.arange(tokens) // 2, (tokens + 1) // 2
+    versions = torch.zeros(tokens, dtype=torch.int64)
+    batch = TokenBatch(
+        logp=logp, proximal=logp, start=logp, anchor=logp, reference=logp, behavior=behavior,
+        advantages=numbers(-10, 10), mask=mask, sequence=sequence, num_sequences=samples, rewards=torch.ones(samples),
+        group=torch.zeros(samples, dtype=torch.int64), num_groups=1, versions=versions, version=3,
+        entropy=torch.ones(tokens),
+    )  # fmt: skip
+    weights, kept = WEIGHTS[type(cfg)](batch, cfg)
+    assert weights.isfinite().all()
+    assert (weights >= 0).all()
+    for choice in (OffPolicySequenceMask(), Veto(), FailureVeto()):
+        kept = kept & FILTERS[type(choice)](batch, choice)
+    assert not (kept & ~mask).any()
+    for space in ("log", "probability"):
+        assert PROXIMALS[InterpolatedProximal](batch, InterpolatedProximal(space=space))[mask].isfinite().all()

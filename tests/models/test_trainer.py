@@ -141,6 +141,18 @@ def test_microbatches_add_up_to_one_large_batch(make_trainer, make_groups, algor
     assert moved > 1e-2
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_microbatches_of_every_preset_add_up(make_trainer, make_groups, preset):
+    groups = [[replace(s, components={"a": s.reward, "b": s.sample % 2}) for s in g] for g in make_groups(6, 3)]
+    cfg = AlgorithmConfig.model_validate(preset)
+    large, small = (make_trainer(cfg, LINEAR.model_copy(update={"tokens_per_microbatch": n})) for n in (9999, 30))
+    groups = on_policy(make_trainer(seed=1).model, groups)  # near enough to be kept, far enough to have ratios
+    for trainer in (large, small):
+        assert trainer.step(groups, version=0, max_staleness=0).status == "trained"
+    for name, tensor in weights(large).items():
+        torch.testing.assert_close(weights(small)[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def every_algorithm():
     losses = [AlgorithmConfig(loss=kind()) for kind in get_args(get_args(Loss)[0]) if kind is not PpoEwma]
     advantages = [AlgorithmConfig(advantage=kind()) for kind in get_args(get_args(Advantage)[0])]
