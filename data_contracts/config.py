@@ -422,6 +422,8 @@ class TrackingConfig(Frozen):
     """Tracking server; None takes the one that `rollflow up` started."""
     experiment: str = "rollflow"
     """Experiment that holds one MLflow run for each run."""
+    poll_s: float = Field(default=5.0, gt=0)
+    """Seconds between two looks for new records."""
     register_every: int = Field(default=20, gt=0)
     """Versions between registered policies; evaluated and final versions are registered too."""
     drain_s: float = Field(default=60.0, ge=0)

@@ -1,6 +1,7 @@
 """Plays one role in this process, without Prefect: what every way of starting a role comes down to."""
 
 import importlib
+import os
 
 from data_contracts.errors import ConfigError, ProtocolError, RoleFailed, RunStopped, TrainingDiverged
 from infra.runs import load_run
@@ -8,6 +9,11 @@ from tasks.role import Role, append_control
 from tasks.supervise import EXPENDABLE
 
 ROLES = ("start", "rollout", "reward", "curate", "train", "evaluate", "audit", "export")
+
+BACKGROUND = ("evaluate", "export", "audit")
+"""Roles that nothing waits for while the run goes on: they leave the processor to rollout and training."""
+
+BACKGROUND_NICENESS = 10
 
 FINAL = (RoleFailed, ProtocolError, TrainingDiverged, ConfigError)
 """Errors that starting the role again cannot mend."""
@@ -20,6 +26,8 @@ def play(name: str, run_url: str) -> str:
         RollflowError: the role failed; whether for good is for the caller to say (see `announce_failure`).
     """
     run = load_run(run_url)
+    if name in BACKGROUND:
+        os.nice(BACKGROUND_NICENESS)
     with Role(name, run.store, run.config) as role:
         # Imported inside, so that the heartbeat beats while torch loads: on a busy machine that takes long.
         loop = importlib.import_module(f"tasks.{name}")

@@ -36,6 +36,7 @@ def run(role: Role) -> None:
         is_over,
         wait=lambda seconds: role.pause(seconds),
         report=role.progressed,
+        poll_s=role.config.tracking.poll_s,
         drain_s=role.config.tracking.drain_s,
     )
 
