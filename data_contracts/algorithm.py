@@ -116,8 +116,20 @@ class Ddca(Part):
     """A sample with a larger reward is right."""
 
 
+class Opob(Part):
+    """Reward minus the group's optimal off-policy baseline, by the group's deviation (n) (VCPO).
+
+    The baseline weighs rewards by the squared norm of each sample's gradient and its squared ratio to the behavior
+    policy, which costs a forward and a backward pass for every sample.
+    """
+
+    type: Literal["opob"] = "opob"
+    normalize: bool = True
+    """Divide by the group's standard deviation (n)."""
+
+
 Advantage = Annotated[
-    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | Gd2po | Ddca | AsymRe | Gpg,
+    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | Gd2po | Ddca | AsymRe | Gpg | Opob,
     Field(discriminator="type"),
 ]
 
@@ -477,6 +489,8 @@ class AlgorithmConfig(Part):
             return "proximal 'interpolated'"
         if not isinstance(self.importance, NoWeights):
             return f"importance {self.importance.type!r}"
+        if isinstance(self.advantage, Opob):
+            return "advantage 'opob'"
         if self.loss.uses_behavior or (self.loss.uses_proximal and isinstance(self.proximal, BehaviorProximal)):
             return f"loss {self.loss.type!r}"
         if self.filters:
@@ -537,6 +551,8 @@ class AlgorithmConfig(Part):
                 )
             if self.filters or not isinstance(self.importance, NoWeights):
                 yield f"loss {loss.type!r} is one number of its own: remove filters and set importance 'none'"
+        if isinstance(self.advantage, Opob) and self.reward_kl is not None:
+            yield "advantage 'opob' weighs raw rewards, so reward_kl has no effect; use a regularizer 'kl' instead"
         if not loss.uses_advantage and not isinstance(self.advantage, Grpo):
             yield (
                 f"loss {loss.type!r} reads rewards, so advantage {self.advantage.type!r} has no effect; "

@@ -261,10 +261,21 @@ PRESETS: dict[str, Preset] = {
     ),
     "vcpo": Preset(
         "likelihood gradient with the sequence's ratio cut off at 8, learning rate by effective sample size "
-        "(without its gradient-norm baseline)",
+        "(vcpo_opob adds its gradient-norm baseline)",
         "VCPO; mit-han-lab/vcpo",
         {
             "advantage": {"type": "grpo", "std": "biased", "eps": 1e-8},
+            "proximal": RECOMPUTED,
+            "importance": {"type": "truncated", "level": "sequence", "cap": 8.0},
+            "loss": REINFORCE,
+            "step_size": {"type": "ess", "rule": "sqrt", "full_at": 1.0},
+        },
+    ),
+    "vcpo_opob": Preset(
+        "the same with the gradient-norm baseline, which costs a backward pass for every sample",
+        "VCPO; mit-han-lab/vcpo",
+        {
+            "advantage": {"type": "opob"},
             "proximal": RECOMPUTED,
             "importance": {"type": "truncated", "level": "sequence", "cap": 8.0},
             "loss": REINFORCE,

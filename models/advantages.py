@@ -9,7 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from data_contracts.algorithm import AsymRe, Ddca, Gd2po, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
+from data_contracts.algorithm import (
+    AsymRe,
+    Ddca,
+    Gd2po,
+    Gdpo,
+    Gpg,
+    Grpo,
+    MaxRl,
+    McGrpo,
+    Opo,
+    Opob,
+    ReinforcePlusPlus,
+    Rloo,
+)
 from data_contracts.errors import ContractError
 from models.tokens import sequence_lengths
 
@@ -29,6 +42,8 @@ class Outcomes:
     """[N] int64, index of the token's sample."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """[S] float64 by name of the reward component, NaN for a sample that lacks it."""
+    score_weights: Tensor | None = None
+    """[S] float64, see models/scores.py; None where nobody measured gradients."""
 
     @property
     def lengths(self) -> Tensor:
@@ -219,6 +234,23 @@ def gpg(outcomes: Outcomes, cfg: Gpg) -> Tensor:
     return outcomes.to_tokens(scale * outcomes.centered())
 
 
+def opob(outcomes: Outcomes, cfg: Opob) -> Tensor:
+    """Return (r - b) / std of each group [N], b = sum W r / (sum W + 1e-8), W the score weights; 0 without contrast.
+
+    Where gradients were not measured all weights are equal.
+    """
+    weights = torch.ones_like(outcomes.rewards) if outcomes.score_weights is None else outcomes.score_weights
+    total = outcomes.group_sum(weights)[outcomes.group]
+    baseline = outcomes.group_sum(weights * outcomes.rewards)[outcomes.group] / (total + 1e-8)
+    std = (outcomes.group_sum(outcomes.centered() ** 2)[outcomes.group] / outcomes.group_size()).sqrt()
+    advantages = outcomes.rewards - baseline
+    if cfg.normalize:
+        advantages = torch.where(std > 1e-8, advantages / std.clamp(min=1e-8), advantages)
+    return outcomes.to_tokens(
+        torch.where(outcomes.is_constant(outcomes.rewards), torch.zeros_like(advantages), advantages)
+    )
+
+
 def _whiten(values: Tensor, counted: Tensor, *, eps: float) -> Tensor:
     """Return values [N] minus the mean, by the root of the variance (n-1) plus eps, of those counted."""
     chosen = values[counted]
@@ -250,6 +282,7 @@ ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     Rloo: rloo,
     ReinforcePlusPlus: reinforce_pp,
     Opo: opo,
+    Opob: opob,
     MaxRl: maxrl,
     McGrpo: mc_grpo,
     Gdpo: gdpo,

@@ -103,6 +103,10 @@ class StepData:
             entropy_coefficient=entropy_coefficient,
         )
 
+    def with_score_weights(self, weights: Tensor, algorithm: AlgorithmConfig) -> "StepData":
+        """Return the step with the advantages that follow from score weights [S] (models/scores.py)."""
+        return replace(self, advantages=_advantages(self, self.rewards, algorithm, weights))
+
     def with_penalty(self, penalty: Tensor, algorithm: AlgorithmConfig) -> "StepData":
         """Return the step with the advantages of the rewards less a penalty [S]; raw rewards stay as they are."""
         return replace(self, advantages=_advantages(self, self.rewards - penalty.double(), algorithm))
@@ -148,8 +152,10 @@ def step_data(
     return replace(data, advantages=_advantages(data, rewards, algorithm))
 
 
-def _advantages(data: StepData, rewards: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    outcomes = Outcomes(rewards, data.group, data.num_groups, data.mask, data.sequence, data.components)
+def _advantages(
+    data: StepData, rewards: Tensor, algorithm: AlgorithmConfig, score_weights: Tensor | None = None
+) -> Tensor:
+    outcomes = Outcomes(rewards, data.group, data.num_groups, data.mask, data.sequence, data.components, score_weights)
     return ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float()
 
 

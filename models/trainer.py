@@ -22,6 +22,7 @@ from data_contracts.algorithm import (
     AlgorithmConfig,
     EntropyBonus,
     EssStep,
+    Opob,
     RecomputedProximal,
     SlowFastUpdate,
 )
@@ -36,6 +37,7 @@ from models.optimizer import Optimizer, checkpoint_from_bytes, checkpoint_to_byt
 from models.packing import Packed, microbatches, pack, packed_logprobs, verify_packing
 from models.regularizers import REGULARIZERS, kl_estimate
 from models.samples import Sample
+from models.scores import score_weights
 from models.step import StepData, step_data
 from models.tokens import TokenBatch, log_ratio, select, sequence_sum
 
@@ -213,6 +215,8 @@ class Trainer:
             with self._memory.standing_in(self._memory.reference):
                 self._forward(every, step.reference)
             self._penalize(step)
+        if isinstance(self.algorithm.advantage, Opob):
+            step.data = step.data.with_score_weights(score_weights(self.model, step.data), self.algorithm)
         for update in plan:
             if isinstance(self.algorithm.update, SlowFastUpdate):
                 self._slow_fast(step, update, self.algorithm.update)

@@ -1,11 +1,25 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_contracts.algorithm import AsymRe, Ddca, Gd2po, Gdpo, Gpg, Grpo, MaxRl, McGrpo, Opo, ReinforcePlusPlus, Rloo
+from data_contracts.algorithm import (
+    AsymRe,
+    Ddca,
+    Gd2po,
+    Gdpo,
+    Gpg,
+    Grpo,
+    MaxRl,
+    McGrpo,
+    Opo,
+    Opob,
+    ReinforcePlusPlus,
+    Rloo,
+)
 from data_contracts.errors import ContractError
 from models.advantages import ADVANTAGES, Outcomes
 
@@ -75,6 +89,17 @@ def test_mc_grpo_uses_the_lower_median(reference):
     rewards = case["inputs"]["rewards"]
     assert_close(advantages(McGrpo(), rewards, "aaaaa"), case["expected"]["adv_math_script"])
     assert_close(advantages(McGrpo(rescale=True), rewards, "aaaaa"), case["expected"]["adv_gsm_script_rescaled"])
+
+
+def test_opob_matches_the_reference(reference):
+    case = reference("adv.vcpo_opob")
+    inputs, expected = case["inputs"], case["expected"]
+    weights = [n**2 * w**2 for n, w in zip(inputs["score_grad_norm"], inputs["seq_is_ratio"], strict=True)]
+    assert weights == pytest.approx(expected["weights"])
+    given_weights = replace(outcomes(inputs["rewards"], "aaa"), score_weights=torch.tensor(weights).double())
+    assert_close(ADVANTAGES[Opob](given_weights, Opob(normalize=False)), expected["reward_minus_baseline"])
+    want = [x / expected["group_std_biased"] for x in expected["reward_minus_baseline"]]
+    assert_close(ADVANTAGES[Opob](given_weights, Opob()), want)
 
 
 def test_gdpo_normalizes_each_component_and_then_the_step(reference):
@@ -211,6 +236,7 @@ GROUP_RELATIVE = [
     McGrpo(),
     Gdpo(),
     Gpg(),
+    Opob(),
 ]
 
 
