@@ -113,3 +113,16 @@ def test_with_two_workers_and_a_death_the_bound_holds_for_every_token(
     assert_every_ticket_is_accounted_for(load_run(run.store.url))
     if stragglers != "interrupt":  # there, older tokens stay as context and are out of the loss
         assert_no_token_is_too_old(run)
+
+
+def test_weights_published_as_differences_are_the_same_bits_also_for_a_worker_that_starts_in_between(
+    begun: Callable[..., Run], processes, undisturbed: list[str]
+) -> None:
+    run = begun(train={"full_weights_every": 4})
+    started = processes.start_all(run, ROLES, ROLLFLOW_CRASH_POINT="rollout.raw:4")
+    processes.join([process for process in started if process.name == "rollout"])
+    processes.kill_all()
+    processes.join(processes.start_all(run, ROLES))
+    kinds = [commit.weights.kind for commit in commits_of(run)]
+    assert kinds == ["full", "delta", "delta", "delta", "full", "delta", "delta"]
+    assert [commit.weights.digest for commit in commits_of(run)] == undisturbed
