@@ -19,7 +19,7 @@ run: $(READY)  ## train the tiny model: about three minutes on two cores
 	$(BIN)/rollflow run flows/runs/tiny.toml
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -283,7 +283,9 @@ class Exporter:
         wanted = f"name = '{self._model_name}' and tags.`rollflow.run_id` = '{self._run_id}'"
         found = self._client.search_model_versions(wanted, max_results=10_000)
         self._versions = {}
-        for version in sorted(found, key=lambda version: int(version.version)):
+        # A version without its tags is being deleted by another exporter at this moment.
+        whole = [version for version in found if "rollflow.version" in version.tags]
+        for version in sorted(whole, key=lambda version: int(version.version)):
             kept = self._versions.setdefault(int(version.tags["rollflow.version"]), version)
             if kept is not version:
                 self._client.delete_model_version(self._model_name, str(version.version))
