@@ -11,7 +11,6 @@ import time
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from data_contracts import trajectory
 from data_contracts.config import RunConfig
@@ -53,7 +52,6 @@ class GroupUnusable(ContractError):
 
 def run(role: Role) -> None:
     """Train until every step is committed, then end the run."""
-    torch.set_num_threads(role.config.train.threads)
     while True:
         ledger = Ledger(role.store, role.config)
         if ledger.newest is not None:

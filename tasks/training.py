@@ -6,6 +6,8 @@ same bits. Which groups, and who may commit, is not decided here.
 
 from collections.abc import Sequence
 
+import torch
+
 from data_contracts.config import RunConfig
 from data_contracts.records import Commit, ObjectRef, PolicyRef
 from infra.crash import point
@@ -23,6 +25,8 @@ class Training:
     """Starts at version 0 of a run, whose weights are given; not safe for use from two threads."""
 
     def __init__(self, store: Store, config: RunConfig, weights: Weights) -> None:
+        # Here and not in a role: who trains again must have the same number of threads to get the same bits.
+        torch.set_num_threads(config.train.threads)
         self._config = config
         self._dtype = next(iter(weights.values())).dtype
         policy = build_policy(read_model_files(store), self._dtype, weights)

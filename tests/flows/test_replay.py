@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from dashboards.snapshot import snapshot
 from data_contracts.errors import ConfigError
@@ -30,7 +31,9 @@ def test_every_version_of_a_finished_run_is_trained_again_to_the_same_bits(finis
     digests = [commit.weights.digest for commit in commits_of(finished)]
     assert len(set(digests)) == len(digests), "every step must have changed the weights, or sameness says nothing"
     before = finished.store.list()
+    torch.set_num_threads(2)  # as in a process that nobody told: the run's own number decides
     assert replay(finished, []) == 0
+    assert torch.get_num_threads() == finished.config.train.threads
     assert "6 versions trained again from 24 groups" in capsys.readouterr().out
     assert finished.store.list() == before
 
