@@ -12,7 +12,7 @@ import pytest
 
 from data_contracts.errors import ProtocolError, StoreError
 from data_contracts.records import Control, Evaluation
-from infra.log import Log, Pacer
+from infra.log import GROWTH, Log, Pacer
 from infra.store import Store, open_store
 
 ROOT = Path(__file__).parents[2]
