@@ -46,7 +46,6 @@ class Curator:
         self._next: dict[str, int] = {}
         self._judged: list[Judged] = []
         self._lookback = Lookback(role.store, role.config.curate)
-        self._counted = (0.0, 0.0)
 
     def read(self) -> bool:
         """Judge what is new in the scored logs; return whether there was anything."""
@@ -68,7 +67,7 @@ class Curator:
             point("curate.before_verdicts")
             number = self._ledger.state.next["curated"]
             record = self._lookback.check(record, number, refused=self._quarantine)
-            record = record.model_copy(update={"metrics": self._count() | count_reasons(record)})
+            record = record.model_copy(update={"metrics": self._role.take_times() | count_reasons(record)})
             settled |= self._ledger.append(record)
             point("curate.verdicts")
         covers = self._ledger.state.covers
@@ -102,11 +101,6 @@ class Curator:
         group = next((g for g in raw.groups if g.ticket == ticket), None) if raw is not None else None
         attempt = group.attempt if group is not None else 0
         return Verdict(ticket=ticket, accepted=False, reason=why, attempt=attempt, group=group)
-
-    def _count(self) -> dict[str, float]:
-        busy_s, waiting_s = self._counted
-        self._counted = (self._role.busy_s, self._role.waiting_s)
-        return {"busy_s": self._role.busy_s - busy_s, "waiting_s": self._role.waiting_s - waiting_s}
 
 
 def judge_batch(table: pa.Table, record: Scored, config: CurateConfig) -> list[Verdict]:

@@ -65,7 +65,6 @@ class Judge:
         self._pool = make_pool(envs, role.config.reward)
         self._encode = lambda prompt: encode_prompt(prompt, tokenizer, MAX_TOKENS)
         self._next: dict[str, int] = {}
-        self._counted = (0.0, 0.0)
 
     def __enter__(self) -> "Judge":
         return self
@@ -116,7 +115,7 @@ class Judge:
             batch=batch,
             groups=tuple(usable.groups) if batch else (),
             refused=usable.refused,
-            metrics=metrics | self._count(),
+            metrics=metrics | self._role.take_times(),
         )
 
     def _sift(self, record: Raw) -> Usable:
@@ -143,8 +142,3 @@ class Judge:
                 kept.append(group.model_copy(update={"first_row": len(rows)}))
                 rows.extend(own)
         return Usable(table.take(pa.array(rows, pa.int64())), kept, refused, evidence)
-
-    def _count(self) -> dict[str, float]:
-        busy_s, waiting_s = self._counted
-        self._counted = (self._role.busy_s, self._role.waiting_s)
-        return {"busy_s": self._role.busy_s - busy_s, "waiting_s": self._role.waiting_s - waiting_s}

@@ -41,6 +41,7 @@ class Role:
         self.busy_s = 0.0
         self.waiting_s = 0.0
         self.tokens = 0
+        self._told = (0.0, 0.0)
         self._state = "starting"
         self._beat = 0
         self._done = False
@@ -135,6 +136,12 @@ class Role:
         """Say that something happened: waits get short again."""
         self._state = state
         self._pacer.reset()
+
+    def take_times(self) -> dict[str, float]:
+        """Return the seconds worked and waited since the last call, for a record's metrics."""
+        busy_s, waiting_s = self._told
+        self._told = (self.busy_s, self.waiting_s)
+        return {"busy_s": self.busy_s - busy_s, "waiting_s": self.waiting_s - waiting_s}
 
     def _settle(self, *, busy: bool) -> None:
         now = time.monotonic()

@@ -94,7 +94,7 @@ class Worker:
         self._leases = Leases(role.config.staleness.lease_s)
         self._looked_at = float("-inf")
         self._synced_at = float("-inf")
-        self._counted = (0, 0.0, 0.0)
+        self._counted = 0
 
     def _load_engine(self) -> tuple[Engine, object]:
         state = self._ledger.state
@@ -280,16 +280,13 @@ class Worker:
 
     def _count(self, table: pa.Table) -> dict[str, float]:
         """Return what this process did since its last record."""
-        tokens, busy_s, waiting_s = self._counted
-        self._counted = (self._engine.num_tokens, self._role.busy_s, self._role.waiting_s)
+        tokens, self._counted = self._counted, self._engine.num_tokens
         prompts = sum(len(ids) for ids in table.column("prompt_ids").to_pylist())
         return {
             "tokens": float(self._engine.num_tokens - tokens),
             "prompt_tokens": float(prompts),
-            "busy_s": self._role.busy_s - busy_s,
-            "waiting_s": self._role.waiting_s - waiting_s,
             "rows": float(table.num_rows),
-        }
+        } | self._role.take_times()
 
     def _show_held(self) -> None:
         """Keep the heartbeat's counters: they move with progress, and only with it."""
