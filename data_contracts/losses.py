@@ -6,13 +6,13 @@ of this file, a function and a line of that dict, and a test.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from data_contracts.frozen import Frozen
 
 
-class Part(BaseModel):
-    """One choice of the algorithm: frozen, closed, described by the text under each field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class Part(Frozen):
+    """One choice of the algorithm."""
 
 
 class LossPart(Part):

@@ -9,10 +9,9 @@ Legend: S samples, N sampled tokens, n those of one microbatch.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -28,18 +27,18 @@ from data_contracts.algorithm import (
 )
 from data_contracts.config import TrainConfig
 from data_contracts.metrics import check_names
-from models.aggregation import AGGREGATIONS, Totals, totals_of
+from models.aggregation import Totals, totals_of
 from models.diagnostics import measure, sequence_sample_size
-from models.importance import FILTERS, PROXIMALS, WEIGHTS
-from models.losses import LOSSES
 from models.memory import PREFIX, Memory
+from models.objective import NotFinite, Objective, Underway
 from models.optimizer import Optimizer, checkpoint_from_bytes, checkpoint_to_bytes, learning_rate
-from models.packing import Packed, microbatches, pack, packed_logprobs, verify_packing
-from models.regularizers import REGULARIZERS, kl_estimate
+from models.packing import packed_logprobs, verify_packing
+from models.plan import Microbatch, Update, plan_updates
+from models.regularizers import kl_estimate
 from models.samples import Sample
 from models.scores import score_weights
-from models.step import StepData, step_data
-from models.tokens import TokenBatch, log_ratio, select, sequence_sum
+from models.step import step_data
+from models.tokens import log_ratio, sequence_sum
 
 __all__ = ["StepResult", "Trainer", "checkpoint_from_bytes", "checkpoint_to_bytes"]
 
@@ -55,52 +54,6 @@ class StepResult:
     """Why the step was skipped: which quantity, of which sample or parameter."""
     num_tokens: int = 0
     """Response tokens in the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Microbatch:
-    members: list[int]
-    """Samples, by index in the step."""
-    at: Tensor
-    """[n] places of their tokens in the step's flat arrays."""
-    packed: Packed
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    parts: list[_Microbatch]
-    num_samples: int
-    """Samples of its groups, those without a token in the loss included."""
-    num_groups: int
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step under way: flat per-token results [N], NaN where nothing was computed yet, and sums over the step."""
-
-    data: StepData
-    logp: Tensor
-    start_logp: Tensor
-    proximal: Tensor
-    entropy: Tensor
-    anchor: Tensor
-    reference: Tensor
-    cut: Tensor
-    """[N] bool, True where the trust region bounded the gradient."""
-    sums: dict[str, float] = field(default_factory=dict)
-    packed_tokens: int = 0
-    norms: list[float] = field(default_factory=list)
-    factors: list[float] = field(default_factory=list)
-    """What each update multiplied the learning rate by."""
-    is_first: bool = True
-    """Whether no update of this step has been made yet."""
-
-    def add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
-
-
-class _NotFinite(Exception):
-    """Carries the evidence out of an update; never leaves this file."""
 
 
 class Trainer:
@@ -126,6 +79,7 @@ class Trainer:
         self.algorithm, self.train, self.total_steps = algorithm, train, total_steps
         self._optimizer = Optimizer(model, train)
         self._memory = Memory(self._optimizer.parameters, self._optimizer.masters, algorithm)
+        self._objective = Objective(algorithm, self._memory)
         self._entropy_grad = any(isinstance(r, EntropyBonus | AdaptiveEntropy) for r in algorithm.regularizers)
 
     def step(self, groups: Sequence[Sequence[Sample]], *, version: int, max_staleness: int | None) -> StepResult:
@@ -143,14 +97,13 @@ class Trainer:
         """
         began = time.perf_counter()
         data = step_data(groups, self.algorithm, version=version, max_staleness=max_staleness)
-        unknown = [torch.full_like(data.behavior, torch.nan) for _ in range(6)]
-        step = _Step(data, *unknown, cut=torch.zeros_like(data.mask))
+        step = Underway.begin(data)
         self._memory.begin_step(version)
         before, remembered = self._optimizer.snapshot(), self._memory.state
         evidence = ""
         try:
             self._updates(step)
-        except _NotFinite as cause:
+        except NotFinite as cause:
             self._optimizer.restore(before)
             self._memory.state = remembered
             evidence = str(cause)
@@ -201,8 +154,12 @@ class Trainer:
         """
         self._optimizer.adopt(weights)
 
-    def _updates(self, step: _Step) -> None:
-        plan = self._plan(step.data)
+    def _updates(self, step: Underway) -> None:
+        plan = plan_updates(
+            step.data,
+            inner_updates=self.train.inner_updates,
+            tokens_per_microbatch=self.train.tokens_per_microbatch,
+        )
         step.packed_tokens = sum(part.packed.num_rows for update in plan for part in update.parts)
         if isinstance(self.algorithm.proximal, RecomputedProximal):
             # the first update starts at the proximal weights: its own forward pass gives the same numbers
@@ -224,12 +181,12 @@ class Trainer:
                 self._update(step, update)
 
     @torch.no_grad()
-    def _forward(self, parts: Sequence[_Microbatch], into: Tensor) -> None:
+    def _forward(self, parts: Sequence[Microbatch], into: Tensor) -> None:
         """Write the log-probabilities under the model's present weights into their places."""
         for part in parts:
             into[part.at] = packed_logprobs(self.model, part.packed)[0].cpu()
 
-    def _penalize(self, step: _Step) -> None:
+    def _penalize(self, step: Underway) -> None:
         """Take the divergence from the reference policy off the rewards, if the configuration says so."""
         penalty = self.algorithm.reward_kl
         if penalty is None:
@@ -240,7 +197,7 @@ class Trainer:
         step.add("reward/kl", divergence.sum().item() / max(len(data.samples), 1))
         step.data = data.with_penalty(penalty.coefficient * divergence, self.algorithm)
 
-    def _slow_fast(self, step: _Step, update: _Update, cfg: SlowFastUpdate) -> None:
+    def _slow_fast(self, step: Underway, update: Update, cfg: SlowFastUpdate) -> None:
         """Do some updates on the same tokens, go back towards the start, and do one more."""
         start = {name: master.detach().clone() for name, master in self._optimizer.masters.items()}
         for _ in range(cfg.fast_steps):
@@ -248,28 +205,13 @@ class Trainer:
         self._optimizer.step_back(start, 0.0 if self._memory.entropy_is_unusual else cfg.keep)
         self._update(step, update)
 
-    def _plan(self, data: StepData) -> list[_Update]:
-        """Split the step's groups over the updates and each update into microbatches; empty updates drop out."""
-        bounds = np.linspace(0, data.num_groups, self.train.inner_updates + 1).round().astype(int)
-        in_loss = torch.zeros(len(data.samples), dtype=torch.bool)
-        in_loss[data.sequence[data.mask]] = True
-        plan = []
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-            inside = (data.group >= int(start)) & (data.group < int(stop))
-            chosen = torch.nonzero(inside & in_loss)[:, 0].tolist()
-            parts = microbatches([data.samples[i] for i in chosen], self.train.tokens_per_microbatch)
-            members = [[chosen[i] for i in part] for part in parts]
-            packed = [_Microbatch(m, data.tokens_of(m), pack([data.samples[i] for i in m])) for m in members]
-            plan += [_Update(packed, int(inside.sum()), int(stop - start))] if packed else []
-        return plan
-
-    def _update(self, step: _Step, update: _Update) -> None:
+    def _update(self, step: Underway, update: Update) -> None:
         """Do one optimizer update.
 
         Raises:
-            _NotFinite: a log-probability, the loss, the gradient or a new weight is not finite.
+            NotFinite: a log-probability, the loss, the gradient or a new weight is not finite.
         """
-        at = torch.cat([part.at for part in update.parts])
+        at = update.at
         totals = totals_of(step.data.mask[at], step.data.sequence[at], update.num_samples)
         self._optimizer.clear_gradient()
         if self.algorithm.needs_whole_update and len(update.parts) > 1:
@@ -277,21 +219,21 @@ class Trainer:
         else:
             for part in update.parts:
                 logp, entropy = packed_logprobs(self.model, part.packed, entropy_grad=self._entropy_grad)
-                self._loss(step, part.members, part.at, logp, entropy, totals, update.num_groups).backward()
+                self._objective.loss(step, part.members, part.at, logp, entropy, totals, update.num_groups).backward()
                 self._optimizer.collect_gradient()
         norm = self._optimizer.clip_gradient()
         step.norms.append(norm)
         if not math.isfinite(norm):
             broken = self._optimizer.broken_gradients() or ["all parameters together"]
-            raise _NotFinite(f"gradient norm is {norm}: the gradient of {broken[0]} is not finite")
+            raise NotFinite(f"gradient norm is {norm}: the gradient of {broken[0]} is not finite")
         step.factors.append(self._rate_factor(step, at))
         self._optimizer.update(self.learning_rate(step.data.version) * step.factors[-1])
         if broken := self._optimizer.broken_weights():
-            raise _NotFinite(f"weights are not finite after the update: {broken[0]} and {len(broken) - 1} others")
+            raise NotFinite(f"weights are not finite after the update: {broken[0]} and {len(broken) - 1} others")
         self._memory.after_update()
         step.is_first = False
 
-    def _rate_factor(self, step: _Step, at: Tensor) -> float:
+    def _rate_factor(self, step: Underway, at: Tensor) -> float:
         """Return what staleness multiplies the learning rate by, from the ratios of the update's tokens [n]."""
         cfg, data = self.algorithm.step_size, step.data
         if not isinstance(cfg, EssStep):
@@ -301,7 +243,7 @@ class Trainer:
         share = min(ess / cfg.full_at, 1.0)
         return share**0.5 if cfg.rule == "sqrt" else share
 
-    def _backward_whole(self, step: _Step, update: _Update, totals: Totals) -> None:
+    def _backward_whole(self, step: Underway, update: Update, totals: Totals) -> None:
         """Take the gradient of a loss that must see all tokens of the update at once.
 
         A first forward pass gives the loss's gradient by log-probability, a second one carries it to the weights.
@@ -310,8 +252,8 @@ class Trainer:
         with torch.no_grad():
             found = [packed_logprobs(self.model, part.packed) for part in parts]
         logp, entropy = (torch.cat(values).requires_grad_() for values in zip(*found, strict=True))
-        members, at = [i for part in parts for i in part.members], torch.cat([part.at for part in parts])
-        self._loss(step, members, at, logp, entropy, totals, update.num_groups).backward()
+        members = [i for part in parts for i in part.members]
+        self._objective.loss(step, members, update.at, logp, entropy, totals, update.num_groups).backward()
         sizes = [len(part.at) for part in parts]
         grads = [t.grad.split(sizes) for t in (logp, entropy) if t.grad is not None]
         for part, *gradient in zip(parts, *grads, strict=True):
@@ -319,87 +261,10 @@ class Trainer:
             torch.autograd.backward(outputs[: len(gradient)], gradient)
             self._optimizer.collect_gradient()
 
-    def _loss(
-        self,
-        step: _Step,
-        members: list[int],
-        at: Tensor,
-        logp: Tensor,
-        entropy: Tensor,
-        totals: Totals,
-        num_groups: int,
-    ) -> Tensor:
-        """Return what some samples add to the update's loss; note everything that is measured by token.
-
-        Args:
-            step: what is known of the step.
-            members: the samples, by index.
-            at: [n] places of their tokens.
-            logp: [n] under the current weights.
-            entropy: [n].
-            totals: denominators of the update.
-            num_groups: groups of the update.
-
-        Raises:
-            _NotFinite: names the quantity and the sample.
-        """
-        step.logp[at], step.entropy[at] = logp.detach().cpu(), entropy.detach().cpu()
-        if step.is_first:
-            step.start_logp[at] = step.logp[at]
-        batch = step.data.token_batch(
-            members,
-            at,
-            logp,
-            step.start_logp[at],
-            entropy,
-            anchor=step.anchor[at],
-            reference=step.reference[at],
-            num_groups=num_groups,
-            entropy_coefficient=self._memory.entropy_coefficient,
-        )
-        proximal = PROXIMALS[type(self.algorithm.proximal)](batch, self.algorithm.proximal).detach()
-        step.proximal[at] = proximal.cpu()
-        batch = replace(batch, proximal=proximal)
-        _require_finite(step.data, at, batch, with_reference=self._memory.reference is not None)
-        loss = self._aggregate(batch, at, totals, step)
-        if not loss.isfinite():
-            names = "; ".join(step.data.samples[i].name for i in members[:4])
-            raise _NotFinite(f"loss is {loss.item()} though its inputs are finite, in samples that start with {names}")
-        return loss
-
-    def _aggregate(self, batch: TokenBatch, at: Tensor, totals: Totals, step: _Step) -> Tensor:
-        """Return weighted and filtered token losses and regularizers as one number."""
-        cfg = self.algorithm
-        aggregate = AGGREGATIONS[type(cfg.aggregation)]
-        weights, kept = WEIGHTS[type(cfg.importance)](batch, cfg.importance)
-        for choice in cfg.filters:
-            kept = kept & FILTERS[type(choice)](batch, choice)
-        token = LOSSES[type(cfg.loss)](batch, cfg.loss)
-        policy = aggregate(select(kept, token.loss * weights), batch, cfg.aggregation, totals)
-        rest = [aggregate(REGULARIZERS[type(r)](batch, r), batch, cfg.aggregation, totals) for r in cfg.regularizers]
-        extra = sum(rest, torch.zeros((), device=policy.device))
-        step.cut[at] = ((token.cut_low | token.cut_high) & kept).cpu()
-        step.add("loss/policy", policy.item())
-        step.add("loss/regularizers", extra.item())
-        step.add("tokens", float(batch.mask.sum()))
-        step.add("loss/clip_fraction_low", float((token.cut_low & kept).sum()))
-        step.add("loss/clip_fraction_high", float((token.cut_high & kept).sum()))
-        step.add("loss/weight_mean", float(select(kept, weights).sum()))
-        step.add("loss/dropped_fraction", float((batch.mask & ~kept).sum()))
-        return policy + extra
-
-    def _own_metrics(self, step: _Step, seconds: float) -> dict[str, float]:
-        data = step.data
-        updates = len(step.norms)
-        tokens = max(step.sums.get("tokens", 0.0), 1.0)
+    def _own_metrics(self, step: Underway, seconds: float) -> dict[str, float]:
+        data, updates = step.data, len(step.norms)
         metrics = {"optimizer/learning_rate": self.learning_rate(data.version), "optimizer/updates": float(updates)}
-        for name, total in step.sums.items():
-            if name in ("loss/policy", "loss/regularizers"):
-                metrics[name] = total / max(updates, 1)
-            elif name == "reward/kl":
-                metrics[name] = total
-            elif name != "tokens":
-                metrics[name] = total / tokens
+        metrics |= step.means()
         if updates:
             metrics["loss/total"] = metrics["loss/policy"] + metrics["loss/regularizers"]
             metrics["optimizer/grad_norm"] = sum(step.norms) / updates
@@ -415,25 +280,3 @@ class Trainer:
             "train/step_s": seconds,
             "train/tokens_per_s": int(data.mask.sum()) / seconds,
         }
-
-
-def _require_finite(data: StepData, at: Tensor, batch: TokenBatch, *, with_reference: bool) -> None:
-    """Raise _NotFinite, naming the first sample and quantity that would spoil the loss."""
-    reference = [("reference log-probability", batch.reference)] if with_reference else []
-    for quantity, values in (
-        *reference,
-        ("behavior log-probability", batch.behavior),
-        ("advantage", batch.advantages),
-        ("log-probability", batch.logp),
-        ("proximal log-probability", batch.proximal),
-        ("entropy", batch.entropy),
-    ):
-        broken = torch.nonzero(batch.mask & ~values.isfinite())[:, 0]
-        if broken.numel():
-            token = int(broken[0])
-            flat = int(at[token])
-            sample = int(data.sequence[flat])
-            raise _NotFinite(
-                f"{quantity} is {values[token].item()} at sampled token {flat - int(data.offsets[sample])} of "
-                f"{data.samples[sample].name} (reward {data.samples[sample].reward})"
-            )

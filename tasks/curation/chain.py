@@ -2,8 +2,8 @@
 
     good rows ── min_samples ── rules, one by one ── min_samples ── drop_zero_variance ── accepted
 
-A rule is a pure function from a group to the rows that break it. To add one: a class in data_contracts/config.py, a
-function in a file here, and a line in RULES.
+A rule is a pure function from a group to the rows that break it. To add one: a class in
+data_contracts/config_roles.py, a function in a file here, and a line in RULES.
 """
 
 from collections.abc import Callable

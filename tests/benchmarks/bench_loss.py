@@ -34,7 +34,7 @@ def step_seconds(preset: str, groups: list) -> tuple[float, float, float]:
     """Return CPU seconds of the quickest step: all of it, its loss, its diagnostics."""
     spent: dict[str, list[float]] = {"loss": [], "measure": []}
     trainer = Trainer(make_model(), AlgorithmConfig.model_validate(preset), TrainConfig(), total_steps=REPEATS)
-    trainer._loss = timed(trainer._loss, spent["loss"])
+    trainer._objective.loss = timed(trainer._objective.loss, spent["loss"])
     measure, module.measure = module.measure, timed(module.measure, spent["measure"])
     found = []
     for version in range(REPEATS):

@@ -1,0 +1,136 @@
+"""How rewards become advantages, as data; the function behind a class stands in models.advantages.ADVANTAGES.
+
+To add one: a class in the union here, a function and a line of that dict, and a test.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from data_contracts.losses import Part
+
+
+class Grpo(Part):
+    """Reward minus the group's mean, divided by the group's standard deviation; Dr. GRPO with std none."""
+
+    type: Literal["grpo"] = "grpo"
+    std: Literal["unbiased", "biased", "batch", "none"] = "unbiased"
+    """Divisor: the group's deviation with n-1 or n, that of the whole batch (n-1), or none."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation (reward)."""
+
+
+class Rloo(Part):
+    """Reward minus the mean of the other samples of the group."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+class ReinforcePlusPlus(Part):
+    """The reward, whitened over all tokens of the step."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    group_baseline: bool = False
+    """Subtract the group's mean before whitening (REINFORCE++-baseline)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the variance (reward squared)."""
+
+
+class Opo(Part):
+    """Reward minus the group's mean weighted by response length."""
+
+    type: Literal["opo"] = "opo"
+
+
+class MaxRl(Part):
+    """Reward minus the group's mean, divided by the mean; 0 where the mean is not positive."""
+
+    type: Literal["maxrl"] = "maxrl"
+
+
+class McGrpo(Part):
+    """Reward minus the group's lower median, divided by the median absolute deviation (MC-GRPO)."""
+
+    type: Literal["mc_grpo"] = "mc_grpo"
+    eps: float = Field(default=1e-3, gt=0)
+    """Added to the deviation (reward); with binary rewards the deviation is often 0."""
+    rescale: bool = False
+    """Multiply by group size over the number of samples whose advantage is not 0."""
+
+
+class Gdpo(Part):
+    """Each reward component normalized within its group, summed, and normalized over the step (GDPO)."""
+
+    type: Literal["gdpo"] = "gdpo"
+    eps: float = Field(default=1e-4, gt=0)
+    """Added to each standard deviation."""
+    component_weights: dict[str, float] = {}
+    """Weight of a component by name; those not named have 1."""
+
+
+class AsymRe(Part):
+    """Reward minus a shifted mean of the group; meant for the reinforce loss (AsymRE)."""
+
+    type: Literal["asymre"] = "asymre"
+    shift: float = -0.1
+    """Added to the group's mean before it is subtracted (reward)."""
+
+
+class Gpg(Part):
+    """Reward minus the group's mean, times samples over samples with a reward that is not 0 (GPG)."""
+
+    type: Literal["gpg"] = "gpg"
+
+
+class Gd2po(Part):
+    """Components normalized within their group and summed, without samples whose components disagree (GD2PO)."""
+
+    type: Literal["gd2po"] = "gd2po"
+    drop: Literal["all", "weak"] = "weak"
+    """Drop every sample with components of both signs, or those whose components nearly cancel."""
+    threshold: float = Field(default=0.2, ge=0, le=1)
+    """With weak: |sum| over sum of sizes below which components nearly cancel."""
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to each standard deviation."""
+    component_weights: dict[str, float] = {}
+    """Weight of a component by name; those not named have 1."""
+
+
+class Ddca(Part):
+    """Accuracy relative to the group, and for right answers their length relative to the other right ones (DDCA)."""
+
+    type: Literal["ddca"] = "ddca"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """Normalize by mean and deviation (n) of the group, or subtract the mean of the others."""
+    beta: float = Field(default=0.2, ge=0)
+    """Weight of the length."""
+    right_above: float = 0.5
+    """A sample with a larger reward is right."""
+
+
+class Opob(Part):
+    """Reward minus the group's optimal off-policy baseline, by the group's deviation (n) (VCPO).
+
+    The baseline weighs rewards by the squared norm of each sample's gradient and its squared ratio to the behavior
+    policy, which costs a forward and a backward pass for every sample.
+    """
+
+    type: Literal["opob"] = "opob"
+    normalize: bool = True
+    """Divide by the group's standard deviation (n)."""
+
+
+Advantage = Annotated[
+    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | Gd2po | Ddca | AsymRe | Gpg | Opob,
+    Field(discriminator="type"),
+]
+
+
+class RewardKl(Part):
+    """A divergence from the reference policy (version 0), summed over a response and taken off its reward."""
+
+    coefficient: float = Field(default=0.001, gt=0)
+    """Reward per nat."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of the behavior policy from the reference, token by token: log p - log q, its half square, or k3. No gradient
+    flows through a reward, so k1 is the unbiased one."""

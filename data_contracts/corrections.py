@@ -1,0 +1,163 @@
+"""Between the policy that sampled and the one that is trained, as data: proximal policy, importance weights, filters.
+
+The function behind a class stands in models.importance: PROXIMALS, WEIGHTS, FILTERS. To add one: a class in its union
+here, a function and a line of the dict there, and a test.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from data_contracts.losses import Part
+
+# Proximal policy
+
+
+class BehaviorProximal(Part):
+    """The proximal policy is the behavior policy: ratios are taken against the recorded log-probabilities."""
+
+    type: Literal["behavior"] = "behavior"
+
+
+class RecomputedProximal(Part):
+    """The proximal policy is that of the step's start, recomputed by the trainer (decoupled PPO)."""
+
+    type: Literal["recomputed"] = "recomputed"
+
+
+class InterpolatedProximal(Part):
+    """An estimate between behavior and current policy by the age of the token, without a forward pass (A-3PO)."""
+
+    type: Literal["interpolated"] = "interpolated"
+    space: Literal["log", "probability"] = "log"
+    """Interpolate log-probabilities or probabilities."""
+
+
+class EwmaProximal(Part):
+    """An exponentially weighted average of all weights so far (PPO-EWMA); costs a forward pass."""
+
+    type: Literal["ewma"] = "ewma"
+    decay: float = Field(default=0.9, gt=0, lt=1)
+    """Weight of the past at each optimizer update; the center of mass lies 1 / (1 - decay) - 1 updates back."""
+
+
+class SnapshotProximal(Part):
+    """The weights of an exact earlier version, which the trainer keeps; costs a forward pass."""
+
+    type: Literal["snapshot"] = "snapshot"
+    lag: int = Field(default=1, gt=0, le=64)
+    """How many versions back; every one of them is kept in memory and in checkpoints."""
+
+
+Proximal = Annotated[
+    BehaviorProximal | RecomputedProximal | InterpolatedProximal | EwmaProximal | SnapshotProximal,
+    Field(discriminator="type"),
+]
+
+
+# Importance weights from the behavior to the proximal policy
+
+
+class WeightPart(Part):
+    """What the trainer must know of any importance weight, beside its numbers."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return False
+
+
+class NoWeights(WeightPart):
+    """Every token counts once."""
+
+    type: Literal["none"] = "none"
+
+
+class TruncatedWeights(WeightPart):
+    """The ratio of proximal to behavior policy, cut off from above (TIS)."""
+
+    type: Literal["truncated"] = "truncated"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One ratio per token, or for all tokens of a sequence the product or the geometric mean of theirs."""
+    cap: float = Field(default=2.0, gt=0)
+    """Largest weight."""
+    normalize: bool = False
+    """Divide by the mean weight of the update, over tokens or (for the other levels) over sequences."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return self.normalize
+
+
+class MaskedWeights(WeightPart):
+    """The ratio of proximal to behavior policy inside a band; outside it the tokens leave the loss (MIS, IcePop)."""
+
+    type: Literal["masked"] = "masked"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What must lie in the band and becomes the weight: the token's ratio, the product over the sequence, or the
+    geometric mean over the sequence."""
+    low: float = Field(default=0.0, ge=0)
+    """Smallest ratio kept, itself included."""
+    high: float = Field(default=3.0, gt=0)
+    """Largest ratio kept, itself included."""
+    weight: Literal["ratio", "one"] = "ratio"
+    """What counts inside the band: the ratio, or 1, which only rejects (Geo-RS)."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> "MaskedWeights":
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}: no token would be kept")
+        return self
+
+
+class AdaptiveWeights(WeightPart):
+    """Between no weights and the token's ratio, by how bad the mismatch and how good the weights are.
+
+    An interpretation of adaptive importance sampling (AIS) from its abstract, not the authors' definition.
+    """
+
+    type: Literal["adaptive"] = "adaptive"
+    kl_full: float = Field(default=0.01, gt=0)
+    """Mismatch (k3, nats per token) from which the correction has its full strength."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return True
+
+
+Importance = Annotated[NoWeights | TruncatedWeights | MaskedWeights | AdaptiveWeights, Field(discriminator="type")]
+
+
+# Filters: tokens that leave the loss for what the current weights make of them; denominators stay
+
+
+class OffPolicySequenceMask(Part):
+    """Drops sequences with a negative advantage that have become too unlikely (OPSM)."""
+
+    type: Literal["off_policy_sequence"] = "off_policy_sequence"
+    delta: float = Field(default=0.5, gt=0)
+    """Limit on the mean of log behavior - log current over the sequence (nats)."""
+
+
+class Veto(Part):
+    """Drops sequences of which any token has become nearly impossible."""
+
+    type: Literal["veto"] = "veto"
+    threshold: float = Field(default=1e-4, gt=0, lt=1)
+    """Smallest ratio of current to behavior probability."""
+
+
+class FailureVeto(Part):
+    """In a sequence with a negative advantage, drops what follows the first token that has become too likely.
+
+    An interpretation of Mu-GRPO's veto from its abstract: the token itself stays, and so do the denominators.
+    """
+
+    type: Literal["failure_veto"] = "failure_veto"
+    threshold: float = Field(default=1.5, gt=1)
+    """Largest ratio of current to behavior probability (our choice)."""
+
+
+Filter = Annotated[OffPolicySequenceMask | Veto | FailureVeto, Field(discriminator="type")]

@@ -1,0 +1,163 @@
+"""The loss of a step under way, microbatch by microbatch, and what is noted of every token meanwhile.
+
+Which proximal policy, importance weight, loss, filter, aggregation and regularizer run is for the configuration to
+say. Legend: N sampled tokens of the step, n those of one microbatch.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from data_contracts.algorithm import AlgorithmConfig
+from models.aggregation import AGGREGATIONS, Totals
+from models.importance import FILTERS, PROXIMALS, WEIGHTS
+from models.losses import LOSSES
+from models.memory import Memory
+from models.regularizers import REGULARIZERS
+from models.step import StepData
+from models.tokens import TokenBatch, select
+
+
+@dataclass(slots=True)
+class Underway:
+    """A step under way: flat per-token results [N], NaN where nothing was computed yet, and sums over the step."""
+
+    data: StepData
+    logp: Tensor
+    start_logp: Tensor
+    proximal: Tensor
+    entropy: Tensor
+    anchor: Tensor
+    reference: Tensor
+    cut: Tensor
+    """[N] bool, True where the trust region bounded the gradient."""
+    sums: dict[str, float] = field(default_factory=dict)
+    packed_tokens: int = 0
+    norms: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    """What each update multiplied the learning rate by."""
+    is_first: bool = True
+    """Whether no update of this step has been made yet."""
+
+    @classmethod
+    def begin(cls, data: StepData) -> "Underway":
+        """Start a step of which nothing has been computed."""
+        unknown = [torch.full_like(data.behavior, torch.nan) for _ in range(6)]
+        return cls(data, *unknown, cut=torch.zeros_like(data.mask))
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a sum over the step."""
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """Return the sums as metrics: losses by update, counts by token of the loss."""
+        updates, tokens = max(len(self.norms), 1), max(self.sums.get("tokens", 0.0), 1.0)
+        by_update, whole = ("loss/policy", "loss/regularizers"), ("reward/kl",)
+        return {
+            name: total if name in whole else total / (updates if name in by_update else tokens)
+            for name, total in self.sums.items()
+            if name != "tokens"
+        }
+
+
+class NotFinite(Exception):
+    """A quantity that is not finite: carries the evidence out of a step, and never leaves the trainer."""
+
+
+class Objective:
+    """What an update minimizes."""
+
+    def __init__(self, algorithm: AlgorithmConfig, memory: Memory) -> None:
+        self._algorithm, self._memory = algorithm, memory
+
+    def loss(
+        self,
+        step: Underway,
+        members: list[int],
+        at: Tensor,
+        logp: Tensor,
+        entropy: Tensor,
+        totals: Totals,
+        num_groups: int,
+    ) -> Tensor:
+        """Return what some samples add to the update's loss; note everything that is measured by token.
+
+        Args:
+            step: what is known of the step.
+            members: the samples, by index.
+            at: [n] places of their tokens.
+            logp: [n] under the current weights.
+            entropy: [n].
+            totals: denominators of the update.
+            num_groups: groups of the update.
+
+        Raises:
+            NotFinite: names the quantity and the sample.
+        """
+        step.logp[at], step.entropy[at] = logp.detach().cpu(), entropy.detach().cpu()
+        if step.is_first:
+            step.start_logp[at] = step.logp[at]
+        batch = step.data.token_batch(
+            members,
+            at,
+            logp,
+            step.start_logp[at],
+            entropy,
+            anchor=step.anchor[at],
+            reference=step.reference[at],
+            num_groups=num_groups,
+            entropy_coefficient=self._memory.entropy_coefficient,
+        )
+        proximal = PROXIMALS[type(self._algorithm.proximal)](batch, self._algorithm.proximal).detach()
+        step.proximal[at] = proximal.cpu()
+        batch = replace(batch, proximal=proximal)
+        _require_finite(step.data, at, batch, with_reference=self._memory.reference is not None)
+        loss = self._aggregate(batch, at, totals, step)
+        if not loss.isfinite():
+            names = "; ".join(step.data.samples[i].name for i in members[:4])
+            raise NotFinite(f"loss is {loss.item()} though its inputs are finite, in samples that start with {names}")
+        return loss
+
+    def _aggregate(self, batch: TokenBatch, at: Tensor, totals: Totals, step: Underway) -> Tensor:
+        """Return weighted and filtered token losses and regularizers as one number."""
+        cfg = self._algorithm
+        aggregate = AGGREGATIONS[type(cfg.aggregation)]
+        weights, kept = WEIGHTS[type(cfg.importance)](batch, cfg.importance)
+        for choice in cfg.filters:
+            kept = kept & FILTERS[type(choice)](batch, choice)
+        token = LOSSES[type(cfg.loss)](batch, cfg.loss)
+        policy = aggregate(select(kept, token.loss * weights), batch, cfg.aggregation, totals)
+        rest = [aggregate(REGULARIZERS[type(r)](batch, r), batch, cfg.aggregation, totals) for r in cfg.regularizers]
+        extra = sum(rest, torch.zeros((), device=policy.device))
+        step.cut[at] = ((token.cut_low | token.cut_high) & kept).cpu()
+        step.add("loss/policy", policy.item())
+        step.add("loss/regularizers", extra.item())
+        step.add("tokens", float(batch.mask.sum()))
+        step.add("loss/clip_fraction_low", float((token.cut_low & kept).sum()))
+        step.add("loss/clip_fraction_high", float((token.cut_high & kept).sum()))
+        step.add("loss/weight_mean", float(select(kept, weights).sum()))
+        step.add("loss/dropped_fraction", float((batch.mask & ~kept).sum()))
+        return policy + extra
+
+
+def _require_finite(data: StepData, at: Tensor, batch: TokenBatch, *, with_reference: bool) -> None:
+    """Raise NotFinite, naming the first sample and quantity that would spoil the loss."""
+    reference = [("reference log-probability", batch.reference)] if with_reference else []
+    for quantity, values in (
+        *reference,
+        ("behavior log-probability", batch.behavior),
+        ("advantage", batch.advantages),
+        ("log-probability", batch.logp),
+        ("proximal log-probability", batch.proximal),
+        ("entropy", batch.entropy),
+    ):
+        broken = torch.nonzero(batch.mask & ~values.isfinite())[:, 0]
+        if broken.numel():
+            token = int(broken[0])
+            flat = int(at[token])
+            sample = int(data.sequence[flat])
+            raise NotFinite(
+                f"{quantity} is {values[token].item()} at sampled token {flat - int(data.offsets[sample])} of "
+                f"{data.samples[sample].name} (reward {data.samples[sample].reward})"
+            )
