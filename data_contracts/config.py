@@ -45,6 +45,7 @@ from data_contracts.config_sources import (
 from data_contracts.frozen import Frozen
 
 __all__ = [
+    "AdaptiveStaleness",
     "AdditionEnv",
     "AuditConfig",
     "CodeEnv",
@@ -80,6 +81,30 @@ __all__ = [
 ]
 
 
+class AdaptiveStaleness(Frozen):
+    """Rollouts run less far ahead while what they sample is too far from the policy that trains on it.
+
+    After a commit with a low effective sample size the limit in force is halved, after one with a high one it rises by
+    a version; then it stays until tickets claimed before have been trained. It starts at max_staleness and never
+    exceeds it.
+    """
+
+    metric: Literal["policy/ess_token", "policy/ess_sequence"] = "policy/ess_token"
+    """Which effective sample size of a commit decides: over tokens, or over sequences, which falls with length."""
+    low: float = Field(default=0.5, ge=0, le=1)
+    """Below this the limit is halved."""
+    high: float = Field(default=0.8, ge=0, le=1)
+    """From this on the limit rises by one."""
+    lowest: int = Field(default=0, ge=0)
+    """The limit is at least this (versions)."""
+
+    @model_validator(mode="after")
+    def _leaves_a_middle(self) -> "AdaptiveStaleness":
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}: the limit would rise and fall at once")
+        return self
+
+
 class StalenessConfig(Frozen):
     """How far rollouts may run ahead of training."""
 
@@ -99,6 +124,8 @@ class StalenessConfig(Frozen):
     exact: bool = False
     """Roll out every ticket under exactly the version that admits it, so that from step max_staleness on each group is
     max_staleness versions old. Holds as long as no rollout process dies; results then do not depend on timing."""
+    adaptive: AdaptiveStaleness | None = None
+    """Lower the bound in force while data are too far off the policy; None keeps it at max_staleness."""
 
     @model_validator(mode="after")
     def _bounded_somehow(self) -> "StalenessConfig":
@@ -109,6 +136,14 @@ class StalenessConfig(Frozen):
                 "exact needs max_staleness as a number, stragglers 'wait' and no ticket_timeout_s: anything else would "
                 "sample or drop tickets by timing"
             )
+        if self.adaptive is not None:
+            if self.exact:
+                raise ValueError("adaptive and exact: groups cannot be of one exact age while the bound moves")
+            if not self.bound or self.adaptive.lowest >= self.bound:
+                raise ValueError(
+                    f"adaptive has no effect with max_staleness {self.max_staleness} and adaptive.lowest "
+                    f"{self.adaptive.lowest}: the bound in force moves between them"
+                )
         return self
 
     @property

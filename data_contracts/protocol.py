@@ -20,6 +20,11 @@ consumes, the tickets in flight up to a deadline always fit their places in numb
 (`choose_groups`) sees to it that they also fit in order. A view that lags sees less room, never more: only
 claims take room away, and an append to `claim` proves that the view of `claim` was complete.
 
+An eta that adapts (`protocol_limit`) lies between its lowest value and the bound, so it only takes room away; deadlines
+stay those of the bound. It is a fold over commits: views that have applied the same commits agree on it. One that lags
+may still see a larger one, which the bound allows too. Nothing stands still: with v the newest commit, eta = 0 still
+leaves room for the B groups of the next step.
+
 The one exception is a trainer that was replaced while it worked and whose last commit still won: it may
 have trained tickets that its successor had refused and whose places were given away again. There are at
 most as many surplus groups as such tickets (`RunState.num_both`); the trainer refuses them as overbooked. One

@@ -13,12 +13,12 @@ def room(state: RunState, version: int) -> int:
     """Return how many tickets a worker that holds the weights of `version` may claim; 0 or less: none.
 
     (version + eta + 1) * B + settled without training - claimed, and never beyond what the remaining steps
-    need or beyond `max_unsettled` tickets in flight.
+    need or beyond `max_unsettled` tickets in flight. Where eta adapts it is the one in force, at most the bound.
     """
-    rules = state.rules
+    rules, limit = state.rules, state.effective_staleness
     last = rules.steps
-    if rules.max_staleness is not None:
-        last = min(last, version + rules.max_staleness + 1)
+    if limit is not None:
+        last = min(last, version + limit + 1)
     free = last * rules.groups_per_step + state.num_refused - state.next_ticket
     if rules.max_unsettled is not None:
         free = min(free, rules.max_unsettled - state.num_in_flight)

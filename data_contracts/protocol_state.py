@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from data_contracts.errors import ProtocolError
+from data_contracts.protocol_limit import Adaptive, Limit, following_limit
 from data_contracts.records import Claim, Commit, Curated, Record, Refused, Verdict
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Rules:
     claim_block: int = 32
     deterministic: bool = False
     stragglers: Literal["wait", "interrupt", "drop"] = "wait"
+    adaptive: Adaptive | None = None
 
     @classmethod
     def of(cls, config: "RunConfig") -> "Rules":
@@ -60,11 +62,16 @@ class Rules:
             claim_block=config.rollout.claim_block,
             deterministic=config.is_deterministic,
             stragglers=config.staleness.stragglers,
+            adaptive=Adaptive(**response.model_dump()) if (response := config.staleness.adaptive) else None,
         )
 
     def deadline(self, version: int) -> int | None:
         """Return the newest version from which a token sampled by `version` may be trained; None: any."""
         return None if self.max_staleness is None else version + self.max_staleness
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rules as a JSON value; one that was not made use of is left out."""
+        return {name: value for name, value in asdict(self).items() if name != "adaptive" or value is not None}
 
 
 @dataclass(slots=True)
@@ -185,6 +192,8 @@ class RunState:
         """Commit v to the refused records that the trainer of v + 1 had applied, while tickets of v are kept."""
         self.claim_ranges: list[ClaimRange] = []
         """Claims that the newest commit's trainer had not seen."""
+        self.limit = Limit(rules.max_staleness or 0, 0)
+        """How far rollouts may run ahead at present, when that adapts; never further than max_staleness."""
 
     @property
     def version(self) -> int:
@@ -195,6 +204,11 @@ class RunState:
     def is_finished(self) -> bool:
         """Whether every step of the run has been committed."""
         return self.version >= self.rules.steps
+
+    @property
+    def effective_staleness(self) -> int | None:
+        """How many versions rollouts may run ahead at present; None without a bound."""
+        return self.rules.max_staleness if self.rules.adaptive is None else self.limit.versions
 
     @property
     def num_in_flight(self) -> int:
@@ -381,6 +395,11 @@ class RunState:
             ticket.trained_by = number
             self._count(ticket, +1)
         self.fences[number - 1] = self.seen["refused"]
+        rules = self.rules
+        if rules.adaptive is not None and rules.max_staleness is not None:
+            self.limit = following_limit(
+                self.limit, rules.adaptive, maximum=rules.max_staleness, version=number, metrics=record.metrics
+            )
         self.claim_ranges = [r for r in self.claim_ranges if r.number >= self.seen["claim"]]
         self._forget(list(self.tickets))
 
@@ -439,7 +458,8 @@ class RunState:
         """Return the state as a JSON value: positions, totals and the tickets that are kept."""
         return {
             "format": SNAPSHOT_FORMAT,
-            "rules": asdict(self.rules),
+            "rules": self.rules.to_json(),
+            **({} if self.rules.adaptive is None else {"limit": list(self.limit)}),
             **{name: _plain(getattr(self, name)) for name in _SCALARS},
             "fences": [[v, fence] for v, fence in sorted(self.fences.items())],
             "claim_ranges": [list(r) for r in self.claim_ranges],
@@ -453,15 +473,16 @@ class RunState:
         Raises:
             ProtocolError: another format, or a run with other rules.
         """
-        if value.get("format") != SNAPSHOT_FORMAT or value.get("rules") != asdict(rules):
+        if value.get("format") != SNAPSHOT_FORMAT or value.get("rules") != rules.to_json():
             raise ProtocolError(
-                f"snapshot: expected format {SNAPSHOT_FORMAT} and rules {asdict(rules)}, "
+                f"snapshot: expected format {SNAPSHOT_FORMAT} and rules {rules.to_json()}, "
                 f"got format {value.get('format')} and rules {value.get('rules')}"
             )
         state = cls(rules)
         for name in _SCALARS:
             setattr(state, name, _plain(value[name]))
         state.fences = {v: fence for v, fence in value["fences"]}
+        state.limit = Limit(*value.get("limit", state.limit))
         state.claim_ranges = [ClaimRange(*r) for r in value["claim_ranges"]]
         state.tickets = {t["number"]: _ticket_from_json(t) for t in value["tickets"]}
         return state

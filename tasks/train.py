@@ -185,6 +185,8 @@ class Learner:
             snapshot = put_object(store, "snapshot", ".json", json.dumps(self._ledger.state.snapshot()).encode())
             point("train.checkpointed")
         metrics = result.metrics | {"time/wait_s": waited_s, "time/step_s": time.monotonic() - started}
+        if self._config.staleness.adaptive is not None:
+            metrics["staleness/limit"] = float(self._ledger.state.limit.versions)
         return Commit(
             writer=writer,
             version=version,

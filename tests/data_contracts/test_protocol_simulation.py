@@ -48,6 +48,7 @@ from data_contracts.protocol import (
     followed,
     owned,
 )
+from data_contracts.protocol_limit import Adaptive
 from data_contracts.records import (
     BatchRef,
     Claim,
@@ -120,6 +121,8 @@ class World:
     num_refusals_left: int = 6
     curricula: dict[str, Curriculum] = field(default_factory=dict)
     """State by the nonce of the commit that names it."""
+    limits: list[int] = field(default_factory=list)
+    """How far rollouts might run ahead after each commit."""
 
     def __post_init__(self) -> None:
         self.truth = self.hooks.state(self.rules)
@@ -178,13 +181,27 @@ class World:
             most = (rules.max_staleness + 1) * rules.groups_per_step + self.truth.num_both
             if in_flight > most:
                 raise Broken(f"{in_flight} tickets in flight, at most {most} may be")
+            self.watch_limit(record)
         if isinstance(record, Claim) and in_flight > (rules.max_unsettled or in_flight) + self.truth.num_both:
             raise Broken(f"{in_flight} tickets in flight, at most {rules.max_unsettled} may be")
         kept = len(self.truth.tickets) - in_flight
         if kept > 2 * rules.groups_per_step + self.num_refused_since(self.truth):
             raise Broken(f"{kept} settled tickets are kept")
 
+    def watch_limit(self, record: Claim) -> None:
+        """A claim keeps to a limit that was in force at a commit its writer may have seen last, never to more."""
+        rules, truth = self.rules, self.truth
+        if rules.adaptive is None or rules.max_staleness is None or record.kind != "claim":
+            return
+        seen = [limit for commit, limit in enumerate(self.limits) if commit >= record.version]
+        if not all(rules.adaptive.lowest <= limit <= rules.max_staleness for limit in self.limits):
+            raise Broken(f"limits {self.limits} leave {rules.adaptive.lowest} to {rules.max_staleness}")
+        most = (record.version + max(seen) + 1) * rules.groups_per_step + truth.num_refused + truth.num_both
+        if record.next_ticket > most:
+            raise Broken(f"{record.next_ticket} tickets claimed, the limit allows {most}")
+
     def watch_commit(self, record: Commit) -> None:
+        self.limits.append(self.truth.limit.versions)
         eta, t = self.rules.max_staleness, record.version - 1
         for group in record.consumed:
             if group.ticket in self.trained:
@@ -602,7 +619,7 @@ class Trainer(Actor):
         elif isinstance(choice, Train):
             if choice.version != self.weights + 1:
                 raise Broken(f"{self.name} trains version {choice.version} from weights of {self.weights}")
-            commit = make_commit(self.name, **choice._asdict())
+            commit = make_commit(self.name, **choice._asdict(), metrics=self.metrics(rnd))
             self.world.curricula[commit.nonce] = self.next_curriculum()
             self.pending = ("commit", choice.version, commit)
         elif isinstance(choice, Refuse):
@@ -611,6 +628,11 @@ class Trainer(Actor):
             self.world.actors.remove(self)
         elif isinstance(choice, Finished):
             self.is_done = True
+
+    def metrics(self, rnd: random.Random) -> dict[str, float]:
+        """An effective sample size that moves the limit, or none."""
+        rule = self.state.rules.adaptive
+        return {rule.metric: rnd.random()} if rule is not None and rnd.random() < 0.9 else {}
 
     def put(self, rnd: random.Random) -> bool:
         self.stage = "refused"  # whatever it puts, it looks for its successor before it decides again
@@ -735,6 +757,19 @@ def test_slow_groups_neither_break_the_bound_nor_stop_the_run(eta, stragglers):
         play(seed, luck=SLOW_GROUPS, max_staleness=eta, stragglers=stragglers, groups_per_step=2, steps=8)
 
 
+ADAPTIVE = Adaptive("policy/ess_token", low=0.4, high=0.6, lowest=0)
+
+
+@pytest.mark.parametrize("stragglers", ["wait", "interrupt", "drop"])
+def test_a_limit_that_moves_keeps_the_bound_and_stops_nothing(stragglers):
+    moved = set()
+    for seed in range(12 * SCALE):
+        rules = {"max_staleness": (1, 2, 4, 8)[seed % 4], "steps": 12, "adaptive": ADAPTIVE, "stragglers": stragglers}
+        luck = (SLOW_GROUPS, ZOMBIES, None)[seed % 3]
+        moved |= set(play(seed, luck=luck, **rules).limits)
+    assert {0, 1, 2, 4, 8} <= moved, "the case must occur to be tested"
+
+
 def test_a_replaced_trainer_whose_last_commit_wins_does_no_harm():
     worlds = [play(seed, luck=ZOMBIES, groups_per_step=2, steps=6) for seed in range(60 * SCALE)]
     assert sum(world.truth.num_both > 0 for world in worlds) >= 3, "the case must occur to be tested"
@@ -780,10 +815,15 @@ def test_what_a_restart_reads_does_not_grow_with_the_run():
 class Machine(RuleBasedStateMachine):
     """The same world, led astray by Hypothesis."""
 
-    @initialize(seed=st.integers(0, 999), eta=st.sampled_from([0, 1, 2, 4, None]))
-    def begin(self, seed, eta):
+    @initialize(
+        seed=st.integers(0, 999),
+        eta=st.sampled_from([0, 1, 2, 4, None]),
+        adaptive=st.sampled_from([None, ADAPTIVE, replace(ADAPTIVE, lowest=1)]),
+    )
+    def begin(self, seed, eta, adaptive):
         rnd = random.Random(seed)
-        self.world = World(random_rules(rnd, max_staleness=eta), random_luck(rnd), Hooks(), seed)
+        rules = random_rules(rnd, max_staleness=eta, adaptive=adaptive if (eta or 0) > 1 else None)
+        self.world = World(rules, random_luck(rnd), Hooks(), seed)
         self.fate = random.Random(seed)
 
     @rule(index=st.integers(0, 8), times=st.integers(1, 4))
@@ -880,6 +920,13 @@ def room_of_the_newest(state: RunState, writer: str, *, version: int, **argument
     return claim.model_copy(update={"version": version, "deadline": state.rules.deadline(version)})
 
 
+def ignore_the_limit(state: RunState, writer: str, *, version: int, **arguments) -> Claim | None:
+    """Claim what the bound allows, whatever the limit is."""
+    plain = RunState.from_snapshot(state.rules, state.snapshot())
+    plain.limit = plain.limit._replace(versions=state.rules.max_staleness or 0)
+    return decide_claim(plain, writer, version=version, **arguments)
+
+
 def last_word(state: RunState, writer: str, **arguments) -> object:
     """Go on although another trainer has started."""
     return choose_groups(state, state.trainer, **arguments)
@@ -921,6 +968,7 @@ class CountsEvents(RunState):
         (Hooks(choose=first_come), {"luck": SLOW_GROUPS, "max_staleness": 1, "stragglers": "wait", "steps": 8}),
         (Hooks(claim=one_too_many), {"max_staleness": 1, "max_unsettled": None}),
         (Hooks(claim=room_of_the_newest), {"luck": replace(SLOW_GROUPS, sleep=0.1), "max_staleness": 1, "steps": 8}),
+        (Hooks(claim=ignore_the_limit), {"max_staleness": 4, "adaptive": ADAPTIVE, "steps": 12}),
         (Hooks(choose=last_word), {"luck": ZOMBIES}),
         (Hooks(choose=old_weights), {"luck": ZOMBIES}),
         (Hooks(verdicts=forget_covers), {}),
@@ -931,6 +979,7 @@ class CountsEvents(RunState):
         "first_come",
         "one_too_many",
         "room_of_the_newest",
+        "ignore_the_limit",
         "last_word",
         "old_weights",
         "forget_covers",
