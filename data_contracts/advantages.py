@@ -5,7 +5,7 @@ To add one: a class in the union here, a function and a line of that dict, and a
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from data_contracts.losses import Part
 
@@ -120,8 +120,86 @@ class Opob(Part):
     """Divide by the group's standard deviation (n)."""
 
 
+class ValueHead(Part):
+    """A value model on the policy's last hidden state, with parameters, optimizer and clip of its own.
+
+    The policy gets no gradient from it. It is part of checkpoints, not of published versions.
+    """
+
+    width: int = Field(default=256, ge=0)
+    """Units of its one inner layer; 0 makes it linear."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Of its AdamW."""
+    updates: int = Field(default=4, gt=0)
+    """Its updates for each of the policy's."""
+    clip: float | None = Field(default=0.5, gt=0)
+    """A value that is this far from what it was at the step's start moves no further (reward); None: no limit."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Its gradients are scaled down to this global norm."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Commits at the start in which values learn and the policy stays as it is."""
+
+
+class Gae(Part):
+    """Generalized advantage estimation with a value model (PPO): tokens that the policy did not sample are skipped."""
+
+    type: Literal["gae"] = "gae"
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Gamma, by token."""
+    trace: float = Field(default=0.95, ge=0, le=1)
+    """Lambda: 0 trusts the next value, 1 the rewards alone."""
+    trace_by_length: float | None = Field(default=None, gt=0)
+    """Lambda is 1 - 1 / (this times the response's tokens) in place of `trace` (SAO: 1.5); None keeps `trace`."""
+    return_trace: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of the returns that values learn (SAO: 1); None takes that of the advantages."""
+    whiten: bool = True
+    """Bring advantages to mean 0 and variance 1 over the tokens of the step; returns are made before."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the variance (reward squared)."""
+    value: ValueHead = ValueHead()
+    """The value model."""
+
+
+class FrozenValue(Part):
+    """The value of each sampled token by a model that was fitted first and then frozen (DVPO; formula from notes).
+
+    It is fitted by temporal differences on what version 0 samples, for `value.warmup_steps` commits, on hidden states
+    and token embeddings of version 0. The published method conditions it on sampled context as well, which is left
+    out; that the target is detached and advantages are whitened is our reading.
+    """
+
+    type: Literal["frozen_value"] = "frozen_value"
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Gamma, by token."""
+    whiten: bool = True
+    """Bring advantages to mean 0 and variance 1 over the tokens of the step."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the variance (reward squared)."""
+    value: ValueHead = ValueHead(clip=None, updates=8, warmup_steps=20)
+    """The value model."""
+
+    @model_validator(mode="after")
+    def _is_fitted(self) -> "FrozenValue":
+        if not self.value.warmup_steps:
+            raise ValueError("value.warmup_steps is 0: the value model would be frozen before it was fitted")
+        return self
+
+
 Advantage = Annotated[
-    Grpo | Rloo | ReinforcePlusPlus | Opo | MaxRl | McGrpo | Gdpo | Gd2po | Ddca | AsymRe | Gpg | Opob,
+    Grpo
+    | Rloo
+    | ReinforcePlusPlus
+    | Opo
+    | MaxRl
+    | McGrpo
+    | Gdpo
+    | Gd2po
+    | Ddca
+    | AsymRe
+    | Gpg
+    | Opob
+    | Gae
+    | FrozenValue,
     Field(discriminator="type"),
 ]
 

@@ -16,6 +16,8 @@ from data_contracts.advantages import (
     Advantage,
     AsymRe,
     Ddca,
+    FrozenValue,
+    Gae,
     Gd2po,
     Gdpo,
     Gpg,
@@ -27,6 +29,7 @@ from data_contracts.advantages import (
     ReinforcePlusPlus,
     RewardKl,
     Rloo,
+    ValueHead,
 )
 from data_contracts.corrections import (
     AdaptiveWeights,
@@ -82,6 +85,8 @@ __all__ = [
     "FailureVeto",
     "Filter",
     "FixedStep",
+    "FrozenValue",
+    "Gae",
     "Gd2po",
     "Gdpo",
     "Gpg",
@@ -112,6 +117,7 @@ __all__ = [
     "TokenMean",
     "TruncatedWeights",
     "Update",
+    "ValueHead",
     "Veto",
     "WeightPart",
 ]
@@ -158,6 +164,11 @@ class AlgorithmConfig(Part):
         for complaint in self._contradictions():
             raise ValueError(complaint)
         return self
+
+    @property
+    def value(self) -> ValueHead | None:
+        """The value model, where there is one."""
+        return self.advantage.value if isinstance(self.advantage, Gae | FrozenValue) else None
 
     @property
     def needs_whole_update(self) -> bool:
@@ -234,6 +245,11 @@ class AlgorithmConfig(Part):
                 yield f"loss {loss.type!r} is one number of its own: remove filters and set importance 'none'"
         if isinstance(self.advantage, Opob) and self.reward_kl is not None:
             yield "advantage 'opob' weighs raw rewards, so reward_kl has no effect; use a regularizer 'kl' instead"
+        if isinstance(self.advantage, FrozenValue) and self.reward_kl is not None:
+            yield (
+                "advantage 'frozen_value' is fitted while the policy is still version 0, so reward_kl has no effect; "
+                "use a regularizer 'kl' instead"
+            )
         if not loss.uses_advantage and not isinstance(self.advantage, Grpo):
             yield (
                 f"loss {loss.type!r} reads rewards, so advantage {self.advantage.type!r} has no effect; "

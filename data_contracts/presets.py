@@ -119,6 +119,32 @@ PRESETS: dict[str, Preset] = {
         "DRPO; Optimization-AI/DRPO",
         {"loss": {"type": "drpo"}},
     ),
+    # value models
+    "ppo_gae": Preset(
+        "PPO: value head on the policy's hidden state, generalized advantages, clipped at 0.2; works with one sample",
+        "PPO with GAE; verl (its critic is a model of its own, this one a head)",
+        {"advantage": {"type": "gae", "discount": 1.0, "trace": 0.95}, "loss": CLIP},
+    ),
+    "dvpo": Preset(
+        "values of actions fitted on version 0 for 20 steps and then frozen, as advantages; clipped at 0.2",
+        "DVPO; arXiv 2502.16944",
+        {"advantage": {"type": "frozen_value"}, "loss": CLIP},
+        basis="notes",
+    ),
+    "sao_value": Preset(
+        "SAO with its value model: lambda by length, full returns, 10 steps for values alone; works with one sample",
+        "SAO; arXiv 2607.07508",
+        {
+            "advantage": {
+                "type": "gae",
+                "trace_by_length": 1.5,
+                "return_trace": 1.0,
+                "value": {"updates": 2, "warmup_steps": 10},
+            },
+            "loss": {"type": "sao"},
+        },
+        basis="notes",
+    ),
     # trust regions
     "gspo": Preset(
         "one ratio for a sequence, the geometric mean, clipped at 3e-4 and 4e-4",
@@ -151,7 +177,7 @@ PRESETS: dict[str, Preset] = {
         "no token whose probability moved by more than 0.2", "DPPO binary-TV; prime-rl", {"loss": {"type": "dppo_tv"}}
     ),
     "sao": Preset(
-        "ratio to the behavior policy as a weight, 0 outside (0.7, 6); group advantages instead of a value model",
+        "ratio to the behavior policy as a weight, 0 outside (0.7, 6); group advantages (sao_value: its value model)",
         "SAO; SkyRL",
         {"loss": {"type": "sao"}},
     ),

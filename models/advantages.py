@@ -12,6 +12,8 @@ from torch import Tensor
 from data_contracts.algorithm import (
     AsymRe,
     Ddca,
+    FrozenValue,
+    Gae,
     Gd2po,
     Gdpo,
     Gpg,
@@ -24,15 +26,17 @@ from data_contracts.algorithm import (
     Rloo,
 )
 from data_contracts.errors import ContractError
-from models.tokens import sequence_lengths
+from models.tokens import sequence_lengths, sequence_sum
+from models.values import gae as estimate
+from models.values import token_rewards, traces
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """The rewarded samples of a step."""
 
-    rewards: Tensor
-    """[S] float64."""
+    raw_rewards: Tensor
+    """[S] float64, before any penalty."""
     group: Tensor
     """[S] int64, 0 to num_groups - 1."""
     num_groups: int
@@ -44,6 +48,17 @@ class Outcomes:
     """[S] float64 by name of the reward component, NaN for a sample that lacks it."""
     score_weights: Tensor | None = None
     """[S] float64, see models/scores.py; None where nobody measured gradients."""
+    penalty: Tensor | None = None
+    """[N] float64 to be taken off the rewards token by token; None takes nothing."""
+    values: Tensor | None = None
+    """[N] float32 in units of reward, from a value model; None where there is none, or not yet."""
+
+    @property
+    def rewards(self) -> Tensor:
+        """Rewards less what is to be taken off them over their tokens, [S] float64."""
+        if self.penalty is None:
+            return self.raw_rewards
+        return self.raw_rewards - sequence_sum(self.penalty, self.mask, self.sequence, len(self.raw_rewards))
 
     @property
     def lengths(self) -> Tensor:
@@ -251,6 +266,25 @@ def opob(outcomes: Outcomes, cfg: Opob) -> Tensor:
     )
 
 
+def gae(outcomes: Outcomes, cfg: Gae) -> Tensor:
+    """Return generalized advantages [N], perhaps whitened over the tokens in the loss; 0 before values are known."""
+    if outcomes.values is None:
+        return torch.zeros(len(outcomes.mask), dtype=torch.float64)
+    mask, sequence = outcomes.mask, outcomes.sequence
+    rewards = token_rewards(outcomes.raw_rewards, outcomes.penalty, mask, sequence)
+    trace = traces(cfg, mask, sequence, len(outcomes.raw_rewards))
+    raw = estimate(rewards, outcomes.values, mask, sequence, discount=cfg.discount, trace=trace)
+    return _whiten(raw, mask, eps=cfg.eps) if cfg.whiten else raw
+
+
+def frozen_value(outcomes: Outcomes, cfg: FrozenValue) -> Tensor:
+    """Return the value of each token [N], perhaps whitened over the tokens in the loss; 0 before values are known."""
+    if outcomes.values is None:
+        return torch.zeros(len(outcomes.mask), dtype=torch.float64)
+    values = torch.where(outcomes.mask, outcomes.values.double(), 0.0)
+    return _whiten(values, outcomes.mask, eps=cfg.eps) if cfg.whiten else values
+
+
 def _whiten(values: Tensor, counted: Tensor, *, eps: float) -> Tensor:
     """Return values [N] minus the mean, by the root of the variance (n-1) plus eps, of those counted."""
     chosen = values[counted]
@@ -290,4 +324,6 @@ ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     Ddca: ddca,
     AsymRe: asymre,
     Gpg: gpg,
+    Gae: gae,
+    FrozenValue: frozen_value,
 }

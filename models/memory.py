@@ -16,6 +16,7 @@ from data_contracts.algorithm import (
     AdaptiveEntropy,
     AlgorithmConfig,
     EwmaProximal,
+    FrozenValue,
     KlPenalty,
     SlowFastUpdate,
     SnapshotProximal,
@@ -52,7 +53,8 @@ class Memory:
         self._proximal, self._update = algorithm.proximal, algorithm.update
         self._bonus = next((r for r in algorithm.regularizers if isinstance(r, AdaptiveEntropy)), None)
         is_near = any(isinstance(r, KlPenalty) and r.towards == "reference" for r in algorithm.regularizers)
-        self.reference = _copy(parameters) if is_near or algorithm.reward_kl else None
+        is_judge = isinstance(algorithm.advantage, FrozenValue)
+        self.reference = _copy(parameters) if is_near or is_judge or algorithm.reward_kl else None
         """Weights of version 0, or None when nobody asks for them."""
         average = _copy(masters) if isinstance(self._proximal, EwmaProximal) else {}
         self.state = State(average=average)

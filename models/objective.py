@@ -39,6 +39,10 @@ class Underway:
     """What each update multiplied the learning rate by."""
     is_first: bool = True
     """Whether no update of this step has been made yet."""
+    features: Tensor | None = None
+    """[N, D] that values are made from, on the model's device; None without a value model."""
+    found: dict[str, float] = field(default_factory=dict)
+    """Metrics that are whole already."""
 
     @classmethod
     def begin(cls, data: StepData) -> "Underway":
@@ -53,9 +57,9 @@ class Underway:
     def means(self) -> dict[str, float]:
         """Return the sums as metrics: losses by update, counts by token of the loss."""
         updates, tokens = max(len(self.norms), 1), max(self.sums.get("tokens", 0.0), 1.0)
-        by_update, whole = ("loss/policy", "loss/regularizers"), ("reward/kl",)
+        by_update = ("loss/policy", "loss/regularizers")
         return {
-            name: total if name in whole else total / (updates if name in by_update else tokens)
+            name: total / (updates if name in by_update else tokens)
             for name, total in self.sums.items()
             if name != "tokens"
         }

@@ -200,8 +200,23 @@ def packed_logprobs(model: PreTrainedModel, packed: Packed, *, entropy_grad: boo
     """Return log-probability and entropy of every asked token, [N] float32 each, with gradient.
 
     They are those of the distribution sampled from: the logits are divided by the sample's temperature. The
-    entropy carries a gradient only with `entropy_grad`. The model is left with packed attention as its
-    attention, which without a packed row is the sdpa of transformers.
+    entropy carries a gradient only with `entropy_grad`.
+    """
+    packed = packed.to(model.device)
+    return hidden_logprobs(model, packed_hidden(model, packed), packed, entropy_grad=entropy_grad)
+
+
+def hidden_logprobs(
+    model: PreTrainedModel, hidden: Tensor, packed: Packed, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return what `packed_logprobs` does, from what `packed_hidden` returned; `packed` is on the model's device."""
+    return target_logprobs(hidden, head_of(model), packed.targets, packed.temperature, entropy_grad=entropy_grad)
+
+
+def packed_hidden(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """Return the last hidden state from which each asked token is predicted, [N, D] in the model's format.
+
+    The model is left with packed attention as its attention, which without a packed row is the sdpa of transformers.
     """
     if model.config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
@@ -215,8 +230,7 @@ def packed_logprobs(model: PreTrainedModel, packed: Packed, *, entropy_grad: boo
         use_cache=False,
         packed=packed,
     ).last_hidden_state[0]
-    asked = hidden.index_select(0, packed.predicted_at)
-    return target_logprobs(asked, head_of(model), packed.targets, packed.temperature, entropy_grad=entropy_grad)
+    return hidden.index_select(0, packed.predicted_at)
 
 
 def microbatches(samples: Sequence[Sample], tokens: int) -> list[list[int]]:

@@ -44,6 +44,12 @@ class StepData:
     """Version of the weights at the start of the step."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """[S] float64 by name of the reward component, NaN for a sample that lacks it."""
+    penalty: Tensor | None = None
+    """[N] float64 to be taken off the rewards token by token; None takes nothing."""
+    values: Tensor | None = None
+    """[N] float32 by the value model at the step's start; None where there is none."""
+    score_weights: Tensor | None = None
+    """[S] float64, see models/scores.py; None where nobody measured gradients."""
 
     def tokens_of(self, members: Sequence[int]) -> Tensor:
         """Return the places [n] in the flat arrays of all tokens of some samples, in the order of the samples."""
@@ -103,13 +109,15 @@ class StepData:
             entropy_coefficient=entropy_coefficient,
         )
 
-    def with_score_weights(self, weights: Tensor, algorithm: AlgorithmConfig) -> "StepData":
-        """Return the step with the advantages that follow from score weights [S] (models/scores.py)."""
-        return replace(self, advantages=_advantages(self, self.rewards, algorithm, weights))
+    def knowing(self, algorithm: AlgorithmConfig, **found: Tensor) -> "StepData":
+        """Return the step with what was found of it, and the advantages that follow.
 
-    def with_penalty(self, penalty: Tensor, algorithm: AlgorithmConfig) -> "StepData":
-        """Return the step with the advantages of the rewards less a penalty [S]; raw rewards stay as they are."""
-        return replace(self, advantages=_advantages(self, self.rewards - penalty.double(), algorithm))
+        Args:
+            algorithm: says how.
+            found: `penalty`, `values` or `score_weights`.
+        """
+        known = replace(self, **found)
+        return replace(known, advantages=_advantages(known, algorithm))
 
 
 def step_data(
@@ -149,13 +157,21 @@ def step_data(
         version=version,
         components=_components(samples),
     )
-    return replace(data, advantages=_advantages(data, rewards, algorithm))
+    return replace(data, advantages=_advantages(data, algorithm))
 
 
-def _advantages(
-    data: StepData, rewards: Tensor, algorithm: AlgorithmConfig, score_weights: Tensor | None = None
-) -> Tensor:
-    outcomes = Outcomes(rewards, data.group, data.num_groups, data.mask, data.sequence, data.components, score_weights)
+def _advantages(data: StepData, algorithm: AlgorithmConfig) -> Tensor:
+    outcomes = Outcomes(
+        data.rewards,
+        data.group,
+        data.num_groups,
+        data.mask,
+        data.sequence,
+        data.components,
+        data.score_weights,
+        data.penalty,
+        data.values,
+    )
     return ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float()
 
 

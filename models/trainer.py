@@ -27,18 +27,20 @@ from data_contracts.algorithm import (
 )
 from data_contracts.config import TrainConfig
 from data_contracts.metrics import check_names
+from models import critic, memory
 from models.aggregation import Totals, totals_of
+from models.critic import Critic
 from models.diagnostics import measure, sequence_sample_size
-from models.memory import PREFIX, Memory
+from models.memory import Memory
 from models.objective import NotFinite, Objective, Underway
 from models.optimizer import Optimizer, checkpoint_from_bytes, checkpoint_to_bytes, learning_rate
-from models.packing import packed_logprobs, verify_packing
+from models.packing import hidden_logprobs, packed_hidden, packed_logprobs, verify_packing
 from models.plan import Microbatch, Update, plan_updates
 from models.regularizers import kl_estimate
 from models.samples import Sample
 from models.scores import score_weights
 from models.step import step_data
-from models.tokens import log_ratio, sequence_sum
+from models.tokens import log_ratio, select
 
 __all__ = ["StepResult", "Trainer", "checkpoint_from_bytes", "checkpoint_to_bytes"]
 
@@ -80,6 +82,7 @@ class Trainer:
         self._optimizer = Optimizer(model, train)
         self._memory = Memory(self._optimizer.parameters, self._optimizer.masters, algorithm)
         self._objective = Objective(algorithm, self._memory)
+        self._critic = Critic(algorithm, model) if algorithm.value is not None else None
         self._entropy_grad = any(isinstance(r, EntropyBonus | AdaptiveEntropy) for r in algorithm.regularizers)
 
     def step(self, groups: Sequence[Sequence[Sample]], *, version: int, max_staleness: int | None) -> StepResult:
@@ -100,12 +103,15 @@ class Trainer:
         step = Underway.begin(data)
         self._memory.begin_step(version)
         before, remembered = self._optimizer.snapshot(), self._memory.state
+        valued = self._critic.snapshot() if self._critic is not None else None
         evidence = ""
         try:
             self._updates(step)
         except NotFinite as cause:
             self._optimizer.restore(before)
             self._memory.state = remembered
+            if self._critic is not None and valued is not None:
+                self._critic.restore(valued)
             evidence = str(cause)
         self._optimizer.clear_gradient()
         metrics, histograms = measure(data, step.logp, step.start_logp, step.proximal, step.entropy, step.cut)
@@ -131,8 +137,12 @@ class Trainer:
         The tensors are the trainer's own: write them out before the next step. See `checkpoint_to_bytes`.
         """
         tensors, scalars = self._optimizer.state()
-        remembered = self._memory.scalars()
-        return tensors | self._memory.tensors(), scalars | ({"memory": remembered} if remembered else {})
+        tensors = tensors | self._memory.tensors()
+        if remembered := self._memory.scalars():
+            scalars = scalars | {"memory": remembered}
+        if self._critic is not None:
+            tensors, scalars = tensors | self._critic.tensors(), scalars | {"critic": self._critic.scalars()}
+        return tensors, scalars
 
     def load_checkpoint(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over the state of `checkpoint_state`, weights included.
@@ -140,9 +150,13 @@ class Trainer:
         Raises:
             ContractError: the state is of another format or another model.
         """
-        remembered = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-        self._optimizer.load({name: t for name, t in tensors.items() if name not in remembered}, scalars)
-        self._memory.load(remembered, scalars.get("memory", {}))
+        parts: dict[str, dict[str, Tensor]] = {memory.PREFIX: {}, critic.PREFIX: {}, "": {}}
+        for name, tensor in tensors.items():
+            parts[next(prefix for prefix in parts if name.startswith(prefix))][name] = tensor
+        self._optimizer.load(parts[""], scalars)
+        self._memory.load(parts[memory.PREFIX], scalars.get("memory", {}))
+        if self._critic is not None:
+            self._critic.load(parts[critic.PREFIX], scalars.get("critic", {}))
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over published weights by name; the optimizer's moments stay.
@@ -161,30 +175,72 @@ class Trainer:
             tokens_per_microbatch=self.train.tokens_per_microbatch,
         )
         step.packed_tokens = sum(part.packed.num_rows for update in plan for part in update.parts)
-        if isinstance(self.algorithm.proximal, RecomputedProximal):
+        every = [part for update in plan for part in update.parts]
+        self._look_ahead(step, plan, every)
+        if self._critic is None or not self._critic.is_alone(step.data.version):
+            for update in plan:
+                if isinstance(self.algorithm.update, SlowFastUpdate):
+                    self._slow_fast(step, update, self.algorithm.update)
+                else:
+                    self._update(step, update)
+        if self._critic is not None and step.features is not None:
+            step.found |= self._critic.learn_step(step.data, step.features, plan)
+
+    def _look_ahead(self, step: Underway, plan: Sequence[Update], every: Sequence[Microbatch]) -> None:
+        """Compute what must be known before the first update: log-probabilities under other weights, advantages."""
+        if self._critic is not None:
+            step.features = self._room_for_features(step)
+        own = step.features if self._critic is not None and not self._critic.is_of_version_0 else None
+        if own is not None or (self._critic is not None and self._critic.is_alone(step.data.version)):
+            self._forward(every, step.start_logp, entropy=step.entropy, features=own)
+            step.logp.copy_(step.start_logp)
+        elif isinstance(self.algorithm.proximal, RecomputedProximal):
             # the first update starts at the proximal weights: its own forward pass gives the same numbers
             self._forward([part for update in plan[1:] for part in update.parts], step.start_logp)
-        every = [part for update in plan for part in update.parts]
         if (weights := self._memory.proximal) is not None:
             with self._memory.standing_in(weights):
                 self._forward(every, step.anchor)
         if self._memory.reference is not None:
             with self._memory.standing_in(self._memory.reference):
-                self._forward(every, step.reference)
+                self._forward(every, step.reference, features=step.features if own is None else None)
             self._penalize(step)
         if isinstance(self.algorithm.advantage, Opob):
-            step.data = step.data.with_score_weights(score_weights(self.model, step.data), self.algorithm)
-        for update in plan:
-            if isinstance(self.algorithm.update, SlowFastUpdate):
-                self._slow_fast(step, update, self.algorithm.update)
-            else:
-                self._update(step, update)
+            step.data = step.data.knowing(self.algorithm, score_weights=score_weights(self.model, step.data))
+        if self._critic is not None and step.features is not None:
+            step.data = step.data.knowing(self.algorithm, values=self._critic.values(step.features))
+
+    def _room_for_features(self, step: Underway) -> Tensor | None:
+        if self._critic is None:
+            return None
+        shape = (len(step.data.mask), self._critic.num_features)
+        return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     @torch.no_grad()
-    def _forward(self, parts: Sequence[Microbatch], into: Tensor) -> None:
-        """Write the log-probabilities under the model's present weights into their places."""
+    def _forward(
+        self,
+        parts: Sequence[Microbatch],
+        into: Tensor,
+        *,
+        entropy: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> None:
+        """Write log-probabilities [N] under the model's present weights, and what else is asked for, into their places.
+
+        Args:
+            parts: the tokens.
+            into: [N] log-probabilities.
+            entropy: [N], None for no interest.
+            features: [N, D] of the value model, None for no interest.
+        """
         for part in parts:
-            into[part.at] = packed_logprobs(self.model, part.packed)[0].cpu()
+            packed = part.packed.to(self.model.device)
+            hidden = packed_hidden(self.model, packed)
+            logp, spread = hidden_logprobs(self.model, hidden, packed)
+            into[part.at] = logp.cpu()
+            if entropy is not None:
+                entropy[part.at] = spread.cpu()
+            if features is not None and self._critic is not None:
+                features[part.at.to(features.device)] = self._critic.features(hidden, packed.targets)
 
     def _penalize(self, step: Underway) -> None:
         """Take the divergence from the reference policy off the rewards, if the configuration says so."""
@@ -192,10 +248,9 @@ class Trainer:
         if penalty is None:
             return
         data = step.data
-        tokens = kl_estimate(log_ratio(data.behavior, step.reference, data.mask), penalty.estimator)
-        divergence = sequence_sum(tokens, data.mask, data.sequence, len(data.samples))
-        step.add("reward/kl", divergence.sum().item() / max(len(data.samples), 1))
-        step.data = data.with_penalty(penalty.coefficient * divergence, self.algorithm)
+        tokens = kl_estimate(log_ratio(data.behavior, step.reference, data.mask), penalty.estimator).double()
+        step.found["reward/kl"] = select(data.mask, tokens).sum().item() / max(len(data.samples), 1)
+        step.data = data.knowing(self.algorithm, penalty=penalty.coefficient * tokens)
 
     def _slow_fast(self, step: Underway, update: Update, cfg: SlowFastUpdate) -> None:
         """Do some updates on the same tokens, go back towards the start, and do one more."""
@@ -264,7 +319,7 @@ class Trainer:
     def _own_metrics(self, step: Underway, seconds: float) -> dict[str, float]:
         data, updates = step.data, len(step.norms)
         metrics = {"optimizer/learning_rate": self.learning_rate(data.version), "optimizer/updates": float(updates)}
-        metrics |= step.means()
+        metrics |= step.means() | step.found
         if updates:
             metrics["loss/total"] = metrics["loss/policy"] + metrics["loss/regularizers"]
             metrics["optimizer/grad_norm"] = sum(step.norms) / updates

@@ -171,10 +171,13 @@ def every_algorithm():
     ids=lambda a: a.preset or f"{a.advantage.type}-{a.proximal.type}-{a.importance.type}-{a.loss.type}",
 )
 def test_every_algorithm_trains(make_trainer, make_groups, algorithm):
-    groups = [[replace(s, components={"r": s.reward}) for s in g] for g in make_groups(4, 3, version=1)]
+    version = 2 + (algorithm.value.warmup_steps if algorithm.value else 0)
+    groups = [[replace(s, components={"r": s.reward}) for s in g] for g in make_groups(4, 3, version=version - 1)]
     trainer = make_trainer(algorithm, TrainConfig(inner_updates=2))
+    if algorithm.value:  # a value model knows nothing at first
+        trainer.step(groups, version=0, max_staleness=None)
     before = weights(trainer)
-    result = trainer.step(on_policy(trainer.model, groups), version=2, max_staleness=1)
+    result = trainer.step(on_policy(trainer.model, groups), version=version, max_staleness=1)
     assert result.status == "trained", result.evidence
     assert result.metrics["optimizer/updates"] == (8 if algorithm.preset == "sfpo" else 2)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())

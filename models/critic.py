@@ -1,0 +1,177 @@
+"""A value model: what reward the rest of a response will bring, token by token.
+
+A small network on hidden states that the policy's trunk (or that of version 0) computes anyway. It has its own
+parameters, optimizer, clip and checkpoint, no gradient of it reaches the policy, and no version publishes it: weights
+and digests are the policy's alone. Values are computed anew at the start of every step by the weights and the value
+model of that moment, and are not stored: a replay computes the same. Legend: N tokens, D features, W units.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear, silu
+from transformers.modeling_utils import PreTrainedModel
+
+from data_contracts.algorithm import AlgorithmConfig, FrozenValue, Gae
+from data_contracts.config import TrainConfig
+from models.logprobs import head_of
+from models.objective import NotFinite
+from models.optimizer import Optimizer, Snapshot
+from models.plan import Update
+from models.step import StepData
+from models.values import targets, token_rewards
+
+PREFIX = "critic/"
+"""Begins the names of these tensors in a checkpoint."""
+
+
+class Head(nn.Module):
+    """One inner layer over normalized features; every value is 0 at first. The same start in every process."""
+
+    def __init__(self, num_features: int, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.inner: nn.Parameter | None = None
+        if width:
+            self.inner = nn.Parameter(torch.randn(width, num_features, generator=generator) / num_features**0.5)
+            self.inner_bias = nn.Parameter(torch.zeros(width))
+        self.outer = nn.Parameter(torch.zeros(width or num_features))
+        self.outer_bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return values [N] float32 of features [N, D]."""
+        found = layer_norm(features.float(), features.shape[-1:])
+        if self.inner is not None:
+            found = silu(linear(found, self.inner, self.inner_bias))
+        return found @ self.outer + self.outer_bias
+
+
+class Critic:
+    """The value model of one trainer, with its optimizer."""
+
+    def __init__(self, algorithm: AlgorithmConfig, model: PreTrainedModel) -> None:
+        """Start with values of 0; `algorithm` has a value model."""
+        if algorithm.value is None:
+            raise ValueError(f"advantage {algorithm.advantage.type!r} has no value model")
+        self.cfg, self._advantage = algorithm.value, algorithm.advantage
+        self.is_of_version_0 = isinstance(algorithm.advantage, FrozenValue)
+        """Whether hidden states are those of version 0, with the token's embedding beside them."""
+        self._embedding = cast(nn.Embedding, model.get_input_embeddings())
+        hidden = head_of(model).weight.shape[1]
+        self.num_features = hidden + (self._embedding.embedding_dim if self.is_of_version_0 else 0)
+        self._head = Head(self.num_features, self.cfg.width).to(model.device)
+        rate = TrainConfig(learning_rate=self.cfg.learning_rate, max_grad_norm=self.cfg.max_grad_norm)
+        self._optimizer = Optimizer(self._head, rate)
+
+    def is_alone(self, version: int) -> bool:
+        """Whether in the step from `version` values learn and the policy stays."""
+        return version < self.cfg.warmup_steps
+
+    def features(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return what the value of each token is made from [n, D].
+
+        Args:
+            hidden: [n, ...] hidden state that the token is predicted from.
+            targets: [n] the token.
+        """
+        return torch.cat([hidden, self._embedding(targets)], 1) if self.is_of_version_0 else hidden
+
+    @torch.no_grad()
+    def values(self, features: Tensor) -> Tensor:
+        """Return values [N] float32 on the CPU."""
+        return self._head(features).cpu()
+
+    def learn_step(self, data: StepData, features: Tensor, plan: Sequence[Update]) -> dict[str, float]:
+        """Learn from a step, in as many parts as the policy; return what there is to measure.
+
+        Args:
+            data: with the values of the step's start.
+            features: [N, D] of the step's start.
+            plan: the policy's updates.
+        """
+        if data.values is None or not isinstance(self._advantage, Gae | FrozenValue):
+            return {}
+        rewards = token_rewards(data.rewards, data.penalty, data.mask, data.sequence)
+        wanted = targets(self._advantage, rewards, data.values, data.mask, data.sequence, len(data.samples))
+        losses: list[float] = []
+        if self.is_alone(data.version) or not self.is_of_version_0:
+            for update in plan:
+                at = update.at[data.mask[update.at]]
+                losses += self._learn(features[at.to(features.device)], wanted[at], data.values[at])
+        return critic_metrics(data.values[data.mask], wanted[data.mask], losses)
+
+    def _learn(self, features: Tensor, wanted: Tensor, old: Tensor) -> list[float]:
+        """Move the values of tokens [n] towards what is wanted; return the loss before each update."""
+        losses = []
+        wanted, old = wanted.float().to(features.device), old.to(features.device)
+        for _ in range(self.cfg.updates):
+            self._optimizer.clear_gradient()
+            loss = value_loss(self._head(features), wanted, old, self.cfg.clip)
+            loss.backward()
+            norm = self._optimizer.clip_gradient()
+            if not (math.isfinite(loss.item()) and math.isfinite(norm)):
+                raise NotFinite(f"value loss is {loss.item()} and its gradient norm {norm}")
+            self._optimizer.update(self.cfg.learning_rate)
+            losses.append(loss.item())
+        self._optimizer.clear_gradient()
+        return losses
+
+    def snapshot(self) -> Snapshot:
+        """Copy everything that learning changes."""
+        return self._optimizer.snapshot()
+
+    def restore(self, before: Snapshot) -> None:
+        """Go back, bit for bit."""
+        self._optimizer.clear_gradient()
+        self._optimizer.restore(before)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of this, by name."""
+        return {f"{PREFIX}{name}": tensor for name, tensor in self._optimizer.state()[0].items()}
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the numbers beside the tensors, JSON-able."""
+        return self._optimizer.state()[1]
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Take over what `tensors` and `scalars` returned.
+
+        Raises:
+            ContractError: it is of another value model, or there is none.
+        """
+        self._optimizer.load({name.removeprefix(PREFIX): t for name, t in tensors.items()}, scalars)
+
+
+def value_loss(values: Tensor, targets: Tensor, old: Tensor, clip: float | None) -> Tensor:
+    """Return half the mean of the squared error [n]; with a clip, that of the worse one of V and V kept near the old.
+
+    The clipped error has no gradient once a value has moved further than `clip` towards its target: the larger one of
+    (V - R)^2 and (clip(V, old - c, old + c) - R)^2.
+    """
+    error = (values - targets) ** 2
+    if clip is not None:
+        error = torch.maximum(error, (values.clamp(old - clip, old + clip) - targets) ** 2)
+    return 0.5 * error.mean()
+
+
+def explained_variance(values: Tensor, targets: Tensor) -> float:
+    """Return 1 - var(target - value) / var(target) of tokens [n]; 0 where targets do not vary."""
+    spread = targets.double().var(correction=0) if len(targets) else torch.zeros(())
+    if not spread > 0:
+        return 0.0
+    return float(1 - (targets.double() - values.double()).var(correction=0) / spread)
+
+
+def critic_metrics(values: Tensor, targets: Tensor, losses: Sequence[float]) -> dict[str, float]:
+    """Measure values of the step's start against their targets, on the tokens [n] of the loss."""
+    metrics = {"critic/loss": sum(losses) / len(losses)} if losses else {}
+    if len(values):
+        metrics |= {
+            "critic/explained_variance": explained_variance(values, targets),
+            "critic/value_mean": values.double().mean().item(),
+            "critic/target_mean": targets.double().mean().item(),
+        }
+    return metrics

@@ -1,0 +1,79 @@
+"""Algorithms that keep state beside weights and optimizer, in whole runs: replay, restart and records."""
+
+from pathlib import Path
+
+import pytest
+
+from data_contracts.config import RunConfig
+from data_contracts.records import Commit
+from flows.lockstep import run_in_lockstep
+from flows.replay import replay
+from infra.log import Log
+from infra.objects import get_object
+from infra.runs import Run, create_run
+from models.trainer import checkpoint_from_bytes
+from tasks.ledger import Ledger
+from tasks.train import GroupReader
+from tasks.training import Training
+from tasks.weights import PolicyReader
+from tests.harness import tiny_config
+
+
+def commits_of(run: Run) -> list[Commit]:
+    return Log(run.store, "log/commit", Commit).read_from(0)
+
+
+def play(config: RunConfig) -> Run:
+    run = create_run(config, "played")
+    for _ in run_in_lockstep(run):
+        pass
+    return run
+
+
+VALUED = {
+    "ppo_gae": {"preset": "ppo_gae"},
+    "dvpo": {"preset": "dvpo", "advantage": {"value": {"warmup_steps": 2}}},
+}
+
+
+@pytest.fixture(scope="module", params=VALUED)
+def valued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return play(tiny_config(str(tmp_path_factory.mktemp("runs")), algorithm=VALUED[request.param]))
+
+
+def test_a_run_with_a_value_model_is_replayed_to_the_same_bits(valued: Run) -> None:
+    assert replay(valued, [], evaluate=False) == 0
+
+
+def test_a_restart_between_checkpoints_gives_the_same_versions_and_values(valued: Run) -> None:
+    ledger, commits = Ledger(valued.store, valued.config), commits_of(valued)
+    training = Training(valued.store, valued.config, PolicyReader(valued.store).weights(0)[0])
+    assert training.load_checkpoint(valued.store, commits[3])
+    groups = GroupReader(ledger)
+    for commit in commits[4:]:
+        training.step([groups.read(group) for group in commit.consumed], commit.version)
+        assert training.digest() == commit.weights.digest
+    assert commits[-1].checkpoint
+    stored, scalars = checkpoint_from_bytes(get_object(valued.store, commits[-1].checkpoint[0]))
+    own, _ = training.trainer.checkpoint_state()
+    assert "critic" in scalars
+    assert stored.keys() == own.keys()
+    assert all((stored[name] == own[name]).all() for name in stored)
+
+
+def test_values_are_in_checkpoints_and_in_no_published_version(valued: Run) -> None:
+    weights, digest = PolicyReader(valued.store).weights(6)
+    assert not [name for name in weights if "critic" in name]
+    assert digest == commits_of(valued)[6].weights.digest
+    assert all("critic/explained_variance" in commit.metrics for commit in commits_of(valued)[1:])
+
+
+def test_rollouts_keep_closer_while_data_are_bad(tmp_path: Path) -> None:
+    adaptive = {"low": 1.0, "high": 1.0}  # no effective sample size is good enough
+    run = play(tiny_config(str(tmp_path), steps=14, staleness={"max_staleness": 4, "adaptive": adaptive}))
+    commits = commits_of(run)[1:]
+    limits = [commit.metrics["staleness/limit"] for commit in commits]
+    assert limits == [4.0] * 5 + [2.0] * 3 + [1.0] * 2 + [0.0] * 4
+    ages = [commit.metrics["staleness/max"] for commit in commits]
+    assert max(ages) == 4
+    assert ages[-3:] == [0.0] * 3
