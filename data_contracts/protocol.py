@@ -45,6 +45,7 @@ from data_contracts.protocol_train import (
     choose_groups,
     decide_refuse,
     decide_start,
+    ready_groups,
 )
 
 __all__ = [
@@ -74,5 +75,6 @@ __all__ = [
     "decide_verdicts",
     "followed",
     "owned",
+    "ready_groups",
     "room",
 ]

@@ -131,6 +131,11 @@ def choose_groups(
     )
 
 
+def ready_groups(state: RunState) -> tuple[Consumed, ...]:
+    """Return the accepted groups that are likely to be in the next step, so that they can be fetched meanwhile."""
+    return tuple(_consumed(state, ticket) for ticket in plan_step(state).chosen)
+
+
 class Plan(NamedTuple):
     """What earliest deadline first would do now."""
 

@@ -206,8 +206,11 @@ class _Columns:
         """Refuse rows with a null: Arrow lets a column that says it has none contain some."""
         for name in self.table.column_names:
             values = self.table.column(name).combine_chunks()
+            is_list = pa.types.is_list(values.type)
+            if not values.null_count and not (is_list and values.flatten().null_count):
+                continue
             is_null = values.is_null().to_numpy(zero_copy_only=False).copy()
-            if pa.types.is_list(values.type):
+            if is_list:
                 lengths = values.value_lengths().fill_null(0).to_numpy()
                 of_row = np.repeat(np.arange(self.table.num_rows), lengths)
                 is_null[of_row[values.flatten().is_null().to_numpy(zero_copy_only=False)]] = True

@@ -144,8 +144,8 @@ class Log(Generic[R]):
             ) from cause
 
 
-GROWTH = 1.02
-"""A wait found something late by about a fiftieth of how long it took: roles in a row add their delays up."""
+GROWTH = 1.01
+"""A wait found something late by about a hundredth of how long it took: roles in a row add their delays up."""
 
 
 class Pacer:

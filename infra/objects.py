@@ -1,6 +1,7 @@
 """Objects that prove themselves: named by the hash of their bytes, verified by whoever reads them."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
@@ -9,6 +10,9 @@ from data_contracts.errors import DigestMismatch, ObjectExists, StoreError
 from data_contracts.records import BatchRef, ObjectRef
 from infra.store import Store
 
+LARGE_BYTES = 1 << 20
+"""From here on a hash takes long enough to be worth a thread of its own."""
+
 
 def put_object(store: Store, folder: str, suffix: str, body: bytes) -> ObjectRef:
     """Store `body` as <folder>/<sha256><suffix>; putting the same bytes again changes nothing.
@@ -16,7 +20,7 @@ def put_object(store: Store, folder: str, suffix: str, body: bytes) -> ObjectRef
     Raises:
         StoreError: other bytes hold this name, so the store has been damaged.
     """
-    sha256 = hashlib.sha256(body).hexdigest()
+    sha256 = _sha256(body)
     key = f"{folder}/{sha256}{suffix}"
     found = store.put_or_get(key, body)
     if found is not None and found != body:
@@ -33,10 +37,23 @@ def put_named(store: Store, key: str, body: bytes) -> ObjectRef:
     Raises:
         ObjectExists: the key holds other bytes.
     """
+    if len(body) < LARGE_BYTES:
+        _create(store, key, body)
+        return ObjectRef(key=key, num_bytes=len(body), sha256=_sha256(body))
+    with ThreadPoolExecutor(1) as beside:  # both leave the interpreter to others, so the longer one alone counts
+        sha256 = beside.submit(_sha256, body)
+        _create(store, key, body)
+        return ObjectRef(key=key, num_bytes=len(body), sha256=sha256.result())
+
+
+def _create(store: Store, key: str, body: bytes) -> None:
     found = store.put_or_get(key, body)
     if found is not None and found != body:
         raise ObjectExists(f"{store.url}/{key}: exists already, with other bytes")
-    return ObjectRef(key=key, num_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
 
 
 def get_object(store: Store, ref: ObjectRef) -> bytes:
@@ -49,7 +66,7 @@ def get_object(store: Store, ref: ObjectRef) -> bytes:
     body = store.get(ref.key)
     if len(body) != ref.num_bytes:
         raise DigestMismatch(f"{store.url}/{ref.key}: expected {ref.num_bytes} bytes, got {len(body)}")
-    sha256 = hashlib.sha256(body).hexdigest()
+    sha256 = _sha256(body)
     if sha256 != ref.sha256:
         raise DigestMismatch(f"{store.url}/{ref.key}: expected SHA-256 {ref.sha256}, got {sha256}")
     return body

@@ -152,6 +152,7 @@ class Replay:
             started = time.monotonic()
             kept = self.kept_groups(commit)
             result = self._step([self._groups.read(group) for group in kept], version)
+            self._groups.forget()
             yield Repeated(commit, kept, result, self.training.digest(), time.monotonic() - started)
 
     def _step(self, groups: Sequence[Sequence[Sample]], version: int) -> StepResult:

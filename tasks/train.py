@@ -6,8 +6,10 @@ nobody refers to yet, so a crash at any place leaves either the old version or t
 train waits for: B accepted groups, such that those left behind can still make it.   unblocked by: curate
 """
 
+import contextlib
 import json
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +28,7 @@ from data_contracts.protocol import (
     choose_groups,
     decide_refuse,
     decide_start,
+    ready_groups,
 )
 from data_contracts.records import Commit, Consumed, ObjectRef
 from infra.crash import point
@@ -78,6 +81,7 @@ class Learner:
         self._groups = GroupReader(ledger)
         self._timeouts = Timeouts(role.config.staleness.ticket_timeout_s)
         self._waited_since = time.monotonic()
+        self._curated_seen = -1
         self._last_status = ledger.newest.status if ledger.newest else "initial"
         self._reader = PolicyReader(role.store)
         self._load()
@@ -103,6 +107,7 @@ class Learner:
     def _repeat(self, commit: Commit) -> None:
         """Train one commit again. Where the backend is not deterministic the published weights win."""
         self._training.step([self._groups.read(group) for group in commit.consumed], commit.version)
+        self._groups.forget()
         digest = self._training.digest()
         if digest != commit.weights.digest:
             self._training.trainer.adopt_weights(self._reader.weights(commit.version)[0])
@@ -135,9 +140,19 @@ class Learner:
             self._refuse(move.tickets, move.reason, "")
         elif isinstance(move, Train):
             self._train(move)
-        else:
+        elif not self._read_ahead():
             self._role.wait(f"{move.reason} of {len(move.tickets)} tickets", on=("rollout", "reward", "curate"))
         return True
+
+    def _read_ahead(self) -> bool:
+        """Open one more batch that the next step is likely to need; return whether there was any."""
+        curated = self._ledger.state.next["curated"]
+        if curated == self._curated_seen:
+            return False
+        if self._groups.open_ahead(ready_groups(self._ledger.state)):
+            return True
+        self._curated_seen = curated
+        return False
 
     def _refuse(self, tickets: list[int] | tuple[int, ...], reason: str, detail: str) -> None:
         record = decide_refuse(self._ledger.state, self._role.writer, tickets, reason, detail)  # pyright: ignore[reportArgumentType]
@@ -162,6 +177,7 @@ class Learner:
             self._load()  # another trainer's commit has the number: nothing of this step is used
             return
         self._held = move.version
+        self._groups.forget()
         point("train.committed")
         self._role.tokens += result.num_tokens
         self._waited_since = time.monotonic()
@@ -241,8 +257,29 @@ class GroupReader:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._digests: dict[int, str] = {}
-        self._key = ""
-        self._opened: _Opened | None = None
+        self._opened: dict[str, _Opened] = {}
+        self._looked_at: set[str] = set()
+        """Keys of batches that were read ahead, whatever came of it."""
+
+    def open_ahead(self, groups: Iterable[Consumed]) -> bool:
+        """Read and check one batch that has not been read yet; return whether there was any.
+
+        What is wrong with it is for `read` to say, when the group is trained.
+        """
+        for group in groups:
+            if group.batch.key in self._looked_at:
+                continue
+            self._looked_at.add(group.batch.key)
+            with contextlib.suppress(GroupUnusable):
+                self._open(group)
+            return True
+        return False
+
+    def forget(self, *, keep: int = 1) -> None:
+        """Let go of all but the `keep` batches read last: groups left in one are likely to be next."""
+        for key in list(self._opened)[:-keep]:
+            del self._opened[key]
+        self._looked_at &= self._opened.keys()
 
     def read(self, group: Consumed) -> list[Sample]:
         """Return the good samples of a group, without those that curation left out.
@@ -264,13 +301,14 @@ class GroupReader:
         return [opened.samples[row] for row in rows if row in opened.samples and row not in left_out]
 
     def _open(self, group: Consumed) -> _Opened:
-        if self._opened is None or group.batch.key != self._key:
+        key = group.batch.key
+        if key not in self._opened:
             try:
                 table = get_batch(self._ledger.store, group.batch, "scored")
             except (ContractError, ObjectMissing) as cause:
                 raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
-            self._opened, self._key = _Opened(table, self._ledger.state.version), group.batch.key
-        return self._opened
+            self._opened[key] = _Opened(table, self._ledger.state.version)
+        return self._opened[key]
 
     def _check_digests(self, versions: list[list[int]], digests: list[list[str]]) -> None:
         # A set of pairs, not a mapping: rows may contradict each other about one version.

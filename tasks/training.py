@@ -32,6 +32,7 @@ class Training:
         policy = build_policy(read_model_files(store), self._dtype, weights)
         self.trainer = Trainer(policy.model, config.algorithm, config.train, total_steps=config.steps)
         self._published: Weights = weights
+        self._digest = ""
 
     def load_checkpoint(self, store: Store, commit: Commit) -> bool:
         """Take over the state that a commit saved; return False when it saved none."""
@@ -55,7 +56,7 @@ class Training:
 
     def base_on(self, weights: Weights) -> None:
         """Say which weights the version before the next one was published with: differences are made to them."""
-        self._published = weights
+        self._published, self._digest = weights, ""
 
     def publish(self, store: Store, version: int, writer: str) -> PolicyRef:
         """Write the weights in full, or as the exact difference to the version before, as configured."""
@@ -63,8 +64,8 @@ class Training:
         if version % self._config.train.full_weights_every == 0:
             reference = publish_full(store, version, writer, weights)
         else:
-            reference = publish_delta(store, version, writer, weights, self._published)
-        self._published = weights
+            reference = publish_delta(store, version, writer, weights, self._published, self._digest)
+        self._published, self._digest = weights, reference.digest
         point("train.published")
         return reference
 

@@ -1,6 +1,7 @@
 """Policy versions in the store: publishing them, and getting one back, proven by its digest."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -24,27 +25,34 @@ def publish_full(
 ) -> PolicyRef:
     """Write weights (and, for version 0, the model's small files) under names no commit refers to yet."""
     folder = f"policy/{version:010d}-{writer}"
-    objects = [put_named(store, f"{folder}/{FULL}", weights_to_bytes(weights))]
-    objects += [put_named(store, f"{folder}/{name}", body) for name, body in sorted((files or {}).items())]
-    return _describe("full", weights, objects)
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(weights_digest, weights)
+        objects = [put_named(store, f"{folder}/{FULL}", weights_to_bytes(weights))]
+        objects += [put_named(store, f"{folder}/{name}", body) for name, body in sorted((files or {}).items())]
+        return _describe("full", weights, objects, digest.result())
 
 
-def publish_delta(store: Store, version: int, writer: str, weights: Weights, base: Weights) -> PolicyRef:
-    """Write the exact sparse difference to version - 1; the digest is that of the full weights."""
-    delta = make_delta(base, weights)
-    reference = put_named(store, f"policy/{version:010d}-{writer}/{DELTA}", delta_to_bytes(delta))
-    return _describe("delta", weights, [reference], base=version - 1, digest=delta.digest)
-
-
-def _describe(
-    kind: str, weights: Weights, objects: list[ObjectRef], base: int | None = None, digest: str = ""
+def publish_delta(
+    store: Store, version: int, writer: str, weights: Weights, base: Weights, base_digest: str = ""
 ) -> PolicyRef:
+    """Write the exact sparse difference to version - 1; the digest is that of the full weights.
+
+    Args:
+        base: weights of version - 1.
+        base_digest: their digest, if it is known; computed otherwise.
+    """
+    delta = make_delta(base, weights, base_digest=base_digest)
+    reference = put_named(store, f"policy/{version:010d}-{writer}/{DELTA}", delta_to_bytes(delta))
+    return _describe("delta", weights, [reference], delta.digest, base=version - 1)
+
+
+def _describe(kind: str, weights: Weights, objects: list[ObjectRef], digest: str, base: int | None = None) -> PolicyRef:
     return PolicyRef.model_validate(
         {
             "kind": kind,
             "base": base,
             "objects": objects,
-            "digest": digest or weights_digest(weights),
+            "digest": digest,
             "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
             "num_parameters": sum(tensor.numel() for tensor in weights.values()),
         }
@@ -59,9 +67,13 @@ class PolicyReader:
         self._commits = Log(store, "log/commit", Commit)
         self._version = -1
         self._weights: Weights = {}
+        self._digest = ""
 
     def weights(self, version: int) -> tuple[Weights, str]:
-        """Return the weights of a version and their digest, computed over what is returned.
+        """Return the weights of a version and their digest, which is that of the commit.
+
+        Weights in full are proven by the SHA-256 of their object, others by the digest over what a difference gave.
+        What an engine or a trainer holds after loading them is for it to say: it computes a digest of its own.
 
         Raises:
             ObjectMissing: the version does not exist.
@@ -77,26 +89,23 @@ class PolicyReader:
             if commit.weights.base is None:
                 raise ProtocolError(f"commit {at}: weights are a difference without a base")
             at = commit.weights.base
-        weights = self._weights
-        digest = weights_digest(weights) if not chain else ""
+        weights, digest = self._weights, self._digest
         for commit in reversed(chain):
-            weights, digest = self._step(commit, weights)
-        self._version, self._weights = version, weights
+            weights, digest = self._step(commit, weights, digest), commit.weights.digest
+        self._version, self._weights, self._digest = version, weights, digest
         return weights, digest
 
-    def _step(self, commit: Commit, base: Weights) -> tuple[Weights, str]:
+    def _step(self, commit: Commit, base: Weights, base_digest: str) -> Weights:
         body = get_object(self._store, next(o for o in commit.weights.objects if o.key.endswith(".safetensors")))
         if commit.weights.kind == "full":
-            weights: Weights = weights_from_bytes(body)
-            digest = weights_digest(weights)
-        else:
-            delta = delta_from_bytes(body)
-            weights, digest = apply_delta(base, delta), delta.digest  # which proves its result
-        if digest != commit.weights.digest:
+            return weights_from_bytes(body)
+        delta = delta_from_bytes(body)
+        if delta.digest != commit.weights.digest:
             raise DigestMismatch(
-                f"weights of version {commit.version}: expected digest {commit.weights.digest}, got {digest}"
+                f"weights of version {commit.version}: expected digest {commit.weights.digest}, the difference gives"
+                f" {delta.digest}"
             )
-        return weights, digest
+        return apply_delta(base, delta, base_digest=base_digest)  # which proves its result
 
     def _commit(self, version: int) -> Commit:
         commit = self._commits.read(version)

@@ -35,22 +35,28 @@ from tasks.prompts import encode_prompt, make_decoder
 from tasks.weights import PolicyReader
 from tests.harness import Processes
 
+WIDER = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 5}
+
 SKIPPED = 3
 """First steps, in which processes still warm up."""
 
-SIZES = {
-    "tiny": {},
-    "steps of about a second": {"hidden_size": 256, "intermediate_size": 768, "num_layers": 5},
+SIZES: dict[str, tuple[int, dict[str, int]]] = {
+    "tiny model, 128 responses a step": (16, {}),
+    "tiny model, 1024 responses a step": (128, {}),
+    "7 times the weights, 128 responses a step": (16, WIDER),
+    "7 times the weights, 256 responses a step": (32, WIDER),
 }
+"""Groups a step, and the model."""
 
 
-def make(folder: str, steps: int, staleness: int, **model: int) -> Run:
+def make(folder: str, steps: int, staleness: int, groups: int = 16, **model: int) -> Run:
     """Return a run that begins from random weights."""
     config = RunConfig.model_validate(
         {
             "name": "bench",
             "steps": steps,
             "store": folder,
+            "groups_per_step": groups,
             "model": {"type": "tiny", "warm_start_max_steps": 0, **model},
             "staleness": {"max_staleness": staleness},
             "rollout": {"engine": {"type": "torch", "slots": 256, "max_length": 16}},
@@ -125,9 +131,9 @@ class Bare:
         return statistics.median(taken[SKIPPED:])
 
 
-def compare(name: str, steps: int, folder: str, **model: int) -> None:
+def compare(name: str, steps: int, folder: str, groups: int, **model: int) -> None:
     """Print the cost of a synchronous run beside the bare loop."""
-    run = make(folder, steps, 0, **model)
+    run = make(folder, steps, 0, groups, **model)
     whole = play(run, ("start", "train", "rollout", "reward", "curate"))
     bare = Bare(run).seconds_per_step(steps)
     share = 100 * (whole - bare) / whole
@@ -157,8 +163,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for name, model in SIZES.items():
-            compare(name, arguments.steps, folder, **model)
+        for name, (groups, model) in SIZES.items():
+            compare(name, arguments.steps, folder, groups, **model)
         if arguments.peer:
             compare_with_peer(arguments.peer, arguments.steps, folder)
 

@@ -239,14 +239,14 @@ def test_processes_that_append_at_once_lose_and_double_nothing(store_url: str):
 
 
 def test_pacing_lengthens_without_progress_and_shortens_with_it():
-    pacer = Pacer(0.001, 0.00115)  # seven times GROWTH would be beyond the longest
+    pacer = Pacer(0.001, 0.001 * GROWTH**6.5)  # seven times GROWTH would be beyond the longest
     intervals = []
     for _ in range(9):
         intervals.append(pacer.interval_s)
         assert pacer.wait() is False
     assert intervals[:3] == pytest.approx([0.001, 0.001 * GROWTH, 0.001 * GROWTH**2])
     assert intervals == sorted(intervals)
-    assert intervals[-1] == 0.00115
+    assert intervals[-1] == 0.001 * GROWTH**6.5
     pacer.reset()
     assert pacer.interval_s == 0.001
 
