@@ -14,10 +14,11 @@ from rich.text import Text
 
 from dashboards.fold import Fold
 from dashboards.plots import format_number, format_seconds
-from dashboards.snapshot import Snapshot, headline, read_heartbeats, snapshot
+from dashboards.snapshot import Snapshot, headline, snapshot
 from data_contracts import trajectory
 from data_contracts.errors import ConfigError, DigestMismatch
 from data_contracts.records import Claim, Commit, Control, Curated, Evaluation, Raw, Record, Refused, Scored
+from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.runs import list_run_ids, load_run
 from infra.store import Store

@@ -29,8 +29,8 @@ from data_contracts.records import (
     Record,
     Refused,
     Scored,
-    decode_record,
 )
+from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.store import Store
 
@@ -354,17 +354,6 @@ def _use_of_roles(fold: Fold, beats: list[Heartbeat], last_at: float, now: float
             state=mine[-1].state if mine else "",
         )
     return uses
-
-
-def read_heartbeats(store: Store) -> list[Heartbeat]:
-    """Return every heartbeat that can be read: one torn or of another version tells nothing, and is no error."""
-    beats = []
-    for key in store.list("role"):
-        try:
-            beats.append(decode_record(Heartbeat, store.get(key)))
-        except (ValidationError, StoreError):
-            continue
-    return beats
 
 
 def _time_left(fold: Fold, steps: int | None) -> float | None:

@@ -221,6 +221,9 @@ class RunConfig(Frozen):
                 )
         if not self.envs:
             raise ValueError("envs is empty: name at least one")
+        most = self.rollout.max_workers
+        if most is not None and most < self.rollout.workers:
+            raise ValueError(f"rollout.max_workers {most} is below rollout.workers {self.rollout.workers}")
         self._refuse_ratios_of_two_distributions()
         return self
 

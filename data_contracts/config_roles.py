@@ -40,6 +40,9 @@ class RolloutConfig(Frozen):
 
     workers: int = Field(default=1, gt=0)
     """Rollout processes on this run."""
+    max_workers: int | None = Field(default=None, gt=0)
+    """Rollout processes at most, when workers that offer ROLLOUT join a Dask cluster while the run goes on; None stays
+    at `workers`."""
     threads: int = Field(default=1, gt=0)
     """CPU threads of each."""
     engine: EngineConfig = TorchEngine()
@@ -248,6 +251,8 @@ class OrchestrationConfig(Frozen):
     heartbeat_limit_s: float = Field(default=60.0, gt=0)
     """A role whose heartbeat has not moved for this long, by the observer's clock, is taken for dead."""
     role_retries: int = Field(default=2, ge=0)
-    """How often a role that failed is started again before the run fails."""
-    scheduler: str | None = None
-    """Address of an existing Dask cluster; None starts local processes."""
+    """How often a role that failed is started again before the run fails. A process that died counts as a failure when
+    the run has made no step since it last died."""
+    scheduler: str | None = Field(default=None, pattern=r"^[a-z]+://.+")
+    """Address of an existing Dask cluster, such as tcp://10.0.0.1:8786, with a worker process for every role (see
+    infra/cluster.py); None starts local processes."""

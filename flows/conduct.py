@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import typer
@@ -21,18 +22,38 @@ from infra import settings
 from infra.probe import probe
 from infra.runs import Run, create_run, load_run
 from tasks.curation.custom import load as load_rule
-from tasks.supervise import Supervisor, find_living
+from tasks.supervise import Supervisor, find_living, find_moving
 
 settings.apply_defaults()
 
 
 def start(config: RunConfig, run_id: str | None) -> int:
     """Make a run and conduct it to its end; return the exit code."""
+    check_before_start(config)
+    services = ensure_services()
+    return conduct(create_run(config, run_id), services)
+
+
+def check_before_start(config: RunConfig) -> None:
+    """Make sure that a run can start: its model, rules, store and cluster are there.
+
+    Raises:
+        ConfigError: one of them is not.
+        StoreError: the store does not keep what the records rely on.
+    """
     check_model(config)
     check_rules(config)
     probe(config.store)
-    services = ensure_services()
-    return conduct(create_run(config, run_id), services)
+    check_workers(config)
+
+
+def check_workers(config: RunConfig) -> None:
+    """Raise ConfigError when a cluster that the config names has no free worker for one of the roles."""
+    if config.orchestration.scheduler:
+        from flows.placement import role_names
+        from infra.cluster import check_cluster
+
+        check_cluster(config.orchestration.scheduler, role_names(config))
 
 
 def resume(run: Run) -> int:
@@ -41,14 +62,43 @@ def resume(run: Run) -> int:
     Raises:
         ConfigError: processes of the run are still alive on this host.
     """
+    check_before_resume(run)
+    return conduct(run, ensure_services())
+
+
+def check_before_resume(run: Run) -> None:
+    """Make sure that a run can go on, and that nobody else works on it.
+
+    On a cluster the roles outlive a flow that was killed; they are asked to stop and waited for.
+
+    Raises:
+        ConfigError: it cannot, or somebody does.
+    """
     if run.replay_of:
         raise ConfigError(f"run {run.id}: is a replay of {run.replay_of} and does not go on; replay that one again")
+    if run.config.orchestration.scheduler:
+        stop_orphans(run)
     living = find_living(run.store)
     if living:
         pids = ", ".join(f"{beat.role} {beat.pid}" for beat in living)
         raise ConfigError(f"run {run.id}: still running here ({pids}); stop it first: rollflow stop {run.id}")
     check_model(run.config)
-    return conduct(run, ensure_services())
+    check_workers(run.config)
+
+
+def stop_orphans(run: Run) -> None:
+    """Ask roles of a run that still play on a cluster to stop, and wait until none does.
+
+    Raises:
+        ConfigError: they go on for longer than the heartbeat limit.
+    """
+    look_s = 3 * run.config.orchestration.heartbeat_s
+    give_up = time.monotonic() + run.config.orchestration.heartbeat_limit_s
+    while moving := find_moving(run.store, look_s):
+        Supervisor(run.store).stop_if_open("resumed")
+        if time.monotonic() > give_up:
+            where = ", ".join(f"{beat.role} on {beat.host}" for beat in moving)
+            raise ConfigError(f"run {run.id}: still running elsewhere ({where}) although it was asked to stop")
 
 
 def check_model(config: RunConfig) -> None:
@@ -74,11 +124,14 @@ def check_rules(config: RunConfig) -> None:
 def ensure_services(prefect_port: int | None = None, mlflow_port: int | None = None) -> servers.Services:
     """Start the servers unless they run, and the automation that marks dead flow runs as crashed.
 
+    Where PREFECT_API_URL and MLFLOW_TRACKING_URI are both set and no port is given, those servers are used.
+
     Args:
         prefect_port: None takes the port where it runs, or the usual one.
         mlflow_port: likewise.
     """
-    services = servers.up(settings.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
+    named = servers.named_in_environment() if prefect_port is None and mlflow_port is None else None
+    services = named or servers.up(settings.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
     os.environ.update(servers.connect_environment(services))
     from infra.automation import ensure_automation
 

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from data_contracts.errors import ConfigError, ProtocolError, RoleFailed, RunStopped, TrainingDiverged
 from infra.runs import load_run
@@ -19,22 +21,38 @@ FINAL = (RoleFailed, ProtocolError, TrainingDiverged, ConfigError)
 """Errors that starting the role again cannot mend."""
 
 
-def play(name: str, run_url: str) -> str:
+LEFT = "left"
+"""How a role ended whose process had to go while the run went on."""
+
+
+def play(
+    name: str,
+    run_url: str,
+    writer: str = "",
+    watched: Callable[[Role], AbstractContextManager[object]] = lambda role: nullcontext(),
+) -> str:
     """Play one role until the run ends or is stopped; return how it ended.
+
+    Args:
+        name: one of ROLES.
+        run_url: the run's prefix in the store.
+        writer: id in the records, which nobody has used before; made up when empty.
+        watched: makes what is to surround the role's loop, for example what tells it to leave.
 
     Raises:
         RollflowError: the role failed; whether for good is for the caller to say (see `announce_failure`).
     """
     run = load_run(run_url)
-    if name in BACKGROUND:
+    # A worker of a cluster outlives the role, and what is nice cannot become less so.
+    if name in BACKGROUND and run.config.orchestration.scheduler is None:
         os.nice(BACKGROUND_NICENESS)
-    with Role(name, run.store, run.config) as role:
+    with Role(name, run.store, run.config, writer) as role, watched(role):
         # Imported inside, so that the heartbeat beats while torch loads: on a busy machine that takes long.
         loop = importlib.import_module(f"tasks.{name}")
         try:
             loop.run(role)
         except RunStopped as stop:
-            return f"stopped: {stop}"
+            return LEFT if role.is_leaving else f"stopped: {stop}"
     return "done"
 
 

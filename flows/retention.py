@@ -8,12 +8,13 @@ import typer
 from data_contracts.errors import ConfigError
 from data_contracts.records import Control
 from flows.query import write_parquet
+from infra.heartbeats import read_heartbeats
 from infra.history import run_state
 from infra.log import Log
 from infra.query import Questions
 from infra.retention import Removable, find_removable, remove
 from infra.runs import Run
-from tasks.role import append_control, read_heartbeats
+from tasks.role import append_control
 from tasks.supervise import is_alive, is_local
 
 TABLES = ("trajectories", "tickets", "commits", "evaluations")

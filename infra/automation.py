@@ -20,6 +20,9 @@ from data_contracts.errors import ServiceError
 
 NAME = "rollflow: mark dead flow runs as crashed"
 WITHIN_S = 90.0
+FLOWS = ["post-training*", "study"]
+"""Names of the flows that it watches: others on the same server may beat at another pace, or not at all."""
+
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDINGS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled")}
 
@@ -71,6 +74,7 @@ def crash_automation(within_s: float = WITHIN_S) -> AutomationCore:
             after={HEARTBEAT},
             expect={HEARTBEAT, *ENDINGS},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},  # pyright: ignore[reportArgumentType]
+            match_related={"prefect.resource.role": ["flow"], "prefect.resource.name": FLOWS},  # pyright: ignore[reportArgumentType]
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,

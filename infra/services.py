@@ -156,6 +156,12 @@ def find(home: Path | None = None) -> Services | None:
     return _services(known)
 
 
+def named_in_environment() -> Services | None:
+    """Return the servers that PREFECT_API_URL and MLFLOW_TRACKING_URI name; None unless both are set."""
+    prefect_url, mlflow_url = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
+    return Services(prefect_url, mlflow_url) if prefect_url and mlflow_url else None
+
+
 def connect_environment(services: Services) -> dict[str, str]:
     """Return the variables that point a child process at these servers."""
     return {

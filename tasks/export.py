@@ -4,6 +4,8 @@ Nothing waits for it while the run goes on. A tracking server that is slow, down
 the run nothing; the exporter catches up by itself, and every point is there once.
 """
 
+import os
+
 from data_contracts.records import Control, Evaluation
 from infra.log import Log
 from infra.runs import load_run
@@ -15,7 +17,16 @@ def run(role: Role) -> None:
     """Export until the run has ended, its last version is evaluated, and everything is in MLflow."""
     run = load_run(role.store.url)
     tags = {"rollflow.replay_of": run.replay_of} if run.replay_of else {}
-    exporter = Exporter(role.store, None, role.config, run.id, packages=run.packages, tags=tags)
+    exporter = Exporter(
+        role.store,
+        role.config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or os.environ.get("ROLLFLOW_TRACKING_URI"),
+        role.config,
+        run.id,
+        packages=run.packages,
+        flow_run_id=os.environ.get("ROLLFLOW_FLOW_RUN_ID", ""),
+        flow_run_url=os.environ.get("ROLLFLOW_FLOW_RUN_URL", ""),
+        tags=tags,
+    )
     evaluations = Log(role.store, "log/eval", Evaluation)
     control = Log(role.store, "log/control", Control)
     closed = False

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import psutil
 
 from data_contracts.config import RunConfig
-from data_contracts.errors import ObjectMissing, RoleFailed, RunStopped, StoreError
-from data_contracts.records import Control, Heartbeat, decode_record, encode_record
+from data_contracts.errors import RoleFailed, RunStopped, StoreError
+from data_contracts.records import Control, Heartbeat, encode_record
+from infra.heartbeats import heartbeat_key, read_heartbeats
 from infra.log import Log, Pacer
 from infra.store import Store
 
@@ -26,14 +27,14 @@ class Role:
 
     Attributes:
         name: rollout, reward, curate, train, evaluate, export or start.
-        writer: id of this process in records; random at every start.
+        writer: id of this process in records; never used by another start.
         store: the run's prefix.
         is_over: True once log/control says that the run has ended as planned.
     """
 
-    def __init__(self, name: str, store: Store, config: RunConfig) -> None:
+    def __init__(self, name: str, store: Store, config: RunConfig, writer: str = "") -> None:
         self.name = name
-        self.writer = secrets.token_hex(6)
+        self.writer = writer or new_writer()
         self.store = store
         self.config = config
         self.is_over = False
@@ -51,6 +52,7 @@ class Role:
         self._control_next = 0
         self._requests: list[Control] = []
         self._dead: set[str] = set()
+        self._leaving = ""
         self._pacer = Pacer(*store.pacing)
         self._watch = HeartbeatWatch(store, config.orchestration.heartbeat_s, config.orchestration.heartbeat_limit_s)
         self._last_checked = float("-inf")
@@ -73,9 +75,11 @@ class Role:
         """Read log/control, at most about twice a second unless `often`.
 
         Raises:
-            RunStopped: somebody asked the run to stop.
+            RunStopped: somebody asked the run to stop, or this process to leave it.
             RoleFailed: another role died for good; the message is that role's own error.
         """
+        if self._leaving:
+            raise RunStopped(self._leaving)
         now = time.monotonic()
         if not often and now - self._last_checked < 0.5:
             return
@@ -87,6 +91,8 @@ class Role:
         for i, record in enumerate(records):
             if record.kind == "dead":
                 self._dead.add(record.target)
+                if record.target == self.writer:  # given up for good, and another plays this part already
+                    self.leave("declared dead by the supervisor")
             if record.kind == "full_weights":
                 self._requests.append(record)
             if starts and i < starts[-1]:
@@ -99,6 +105,15 @@ class Role:
                 raise RunStopped(f"run was asked to stop: {record.error or 'no reason given'}")
             elif record.kind == "fail" and record.role != self.name:
                 raise RoleFailed(f"role {record.role} failed: {record.error}")
+
+    def leave(self, reason: str) -> None:
+        """Have this process end its part at the next check; the run goes on. May be called from any thread."""
+        self._leaving = reason
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this process was told to leave."""
+        return bool(self._leaving)
 
     @property
     def dead_writers(self) -> frozenset[str]:
@@ -178,7 +193,7 @@ class Role:
             done=self._done,
         )
         try:
-            self.store.put(f"role/{self.name}-{self.writer}.json", encode_record(beat))
+            self.store.put(heartbeat_key(self.name, self.writer), encode_record(beat))
         except StoreError:  # a heartbeat that is missed costs nothing; the role's own puts will report the store
             return
 
@@ -212,17 +227,9 @@ class HeartbeatWatch:
             raise RoleFailed(f"role {role} has shown no life for {silent:.0f} s (limit {self._limit_s:.0f} s)")
 
 
-def read_heartbeats(store: Store, role: str = "") -> list[Heartbeat]:
-    """Return the heartbeats of all writers of `role`, or of every role."""
-    beats = []
-    for key in store.list("role"):
-        if not key.startswith(f"role/{role}"):
-            continue
-        try:
-            beats.append(decode_record(Heartbeat, store.get(key)))
-        except (ObjectMissing, ValueError):  # replaced while it was read: the next look will see it
-            continue
-    return [beat for beat in beats if role in ("", beat.role)]
+def new_writer() -> str:
+    """Return the id of a process that is about to be started: another one every time."""
+    return secrets.token_hex(6)
 
 
 def append_control(store: Store, writer: str, kind: str, **fields: object) -> None:

@@ -22,6 +22,7 @@ from data_contracts.errors import ConfigError
 from data_contracts.protocol import Leases, RunState, decide_claim, decide_rebase, decide_reclaim, room
 from data_contracts.records import DELIVERED, Claim, GroupRef, Raw
 from infra.crash import point
+from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.objects import put_batch
 from models.engine import Engine
@@ -33,7 +34,7 @@ from tasks.envs.registry import Envs, build_envs
 from tasks.ledger import Ledger
 from tasks.model_files import read_model_files
 from tasks.prompts import encode_prompt
-from tasks.role import Role, read_heartbeats
+from tasks.role import Role
 from tasks.weights import PolicyReader
 
 MAX_SAMPLES = 1 << 20

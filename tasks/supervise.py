@@ -6,13 +6,15 @@ Only the starter of processes can say at once that one is dead. Everybody else w
 import os
 import secrets
 import socket
+import time
 
 import psutil
 
 from data_contracts.records import Control, Heartbeat
+from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.store import Store
-from tasks.role import append_control, read_heartbeats
+from tasks.role import append_control
 
 EXPENDABLE = ("export", "audit")
 """Roles that a run goes on without: what they find or show can be made again from the records."""
@@ -38,9 +40,14 @@ class Supervisor:
             if beat.writer not in self._buried and not beat.done and is_local(beat) and not is_alive(beat)
         ]
         for writer in dead:
+            self.bury(writer)
+        return dead
+
+    def bury(self, writer: str) -> None:
+        """Declare a writer dead whose process is known to be gone: what it held is taken over at once."""
+        if writer not in self._buried:
             append_control(self._store, self._writer, "dead", role="supervisor", target=writer)
             self._buried.add(writer)
-        return dead
 
     def settle_role(self, name: str, error: BaseException | None) -> None:
         """Take note that a role is over; a failure that nobody announced is announced now."""
@@ -49,8 +56,12 @@ class Supervisor:
 
     def stop_if_open(self, reason: str) -> None:
         """Ask every role to stop, unless the run is over already."""
-        if not any(record.kind in ("stop", "end", "fail") for record in self._current()):
+        if not self.closing():
             append_control(self._store, self._writer, "stop", role="supervisor", error=reason)
+
+    def closing(self) -> str:
+        """Return how the run is being closed: stop, end or fail; empty while it goes on."""
+        return next((record.kind for record in self._current() if record.kind in ("stop", "end", "fail")), "")
 
     def failure(self) -> str:
         """Return the first error that ended the run, as `role: error`; empty when there is none."""
@@ -72,6 +83,13 @@ def find_living(store: Store) -> list[Heartbeat]:
     """Return the writers of a run that are alive on this host, this process aside."""
     beats = [beat for beat in read_heartbeats(store) if not beat.done and is_local(beat) and is_alive(beat)]
     return [beat for beat in beats if beat.pid != os.getpid()]
+
+
+def find_moving(store: Store, during_s: float) -> list[Heartbeat]:
+    """Return the writers of a run, on whatever host, whose heartbeat moves while this process looks on for a while."""
+    before = {beat.writer: beat.beat for beat in read_heartbeats(store)}
+    time.sleep(during_s)
+    return [beat for beat in read_heartbeats(store) if not beat.done and beat.beat != before.get(beat.writer)]
 
 
 def is_local(beat: Heartbeat) -> bool:

@@ -88,11 +88,11 @@ def state_of_flow(api: str, name: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_killed_flow_becomes_crashed_and_living_and_finished_ones_do_not(servers):
+def test_a_killed_flow_becomes_crashed_and_living_finished_and_strange_ones_do_not(servers):
     api = servers.services.prefect_url
     automation.ensure_automation(api, within_s=65.0)
     environment = {**os.environ, **services.connect_environment(servers.services)}
-    lives = {"killed": 600, "living": 600, "finished": 32}
+    lives = {"post-training-killed": 600, "post-training-living": 600, "post-training-finished": 32, "stranger": 600}
     processes = {
         name: subprocess.Popen(
             [sys.executable, "-c", FLOW.format(name=name, seconds=seconds)],
@@ -107,15 +107,17 @@ def test_a_killed_flow_becomes_crashed_and_living_and_finished_ones_do_not(serve
             assert process.stdout is not None
             while process.stdout.readline() != "running\n":
                 assert process.poll() is None
-        processes["killed"].send_signal(signal.SIGKILL)
-        processes["killed"].wait()
-        assert state_of_flow(api, "killed") == "Running"
+        for name in ("post-training-killed", "stranger"):
+            processes[name].send_signal(signal.SIGKILL)
+            processes[name].wait()
+        assert state_of_flow(api, "post-training-killed") == "Running"
         patience = time.monotonic() + 180
-        while state_of_flow(api, "killed") == "Running" and time.monotonic() < patience:
+        while state_of_flow(api, "post-training-killed") == "Running" and time.monotonic() < patience:
             time.sleep(1)
-        assert state_of_flow(api, "killed") == "Crashed"
-        assert state_of_flow(api, "living") == "Running"
-        assert state_of_flow(api, "finished") == "Completed"
+        assert state_of_flow(api, "post-training-killed") == "Crashed"
+        assert state_of_flow(api, "post-training-living") == "Running"
+        assert state_of_flow(api, "post-training-finished") == "Completed"
+        assert state_of_flow(api, "stranger") == "Running", "a flow that is none of ours is left alone"
     finally:
         for process in processes.values():
             process.kill()
