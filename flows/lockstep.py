@@ -50,7 +50,8 @@ class _Lockstep:
     def __init__(self, run: Run, roles: dict[str, Role], stack: ExitStack) -> None:
         self._run, self._roles = run, roles
         ledgers = {name: Ledger(run.store, run.config) for name in ("rollout", "reward", "curate", "train")}
-        self._judged, self._settled, self._trained = (ledgers[name] for name in ("reward", "curate", "train"))
+        self._sampled, self._judged = ledgers["rollout"], ledgers["reward"]
+        self._settled, self._trained = ledgers["curate"], ledgers["train"]
         self._worker = Worker(roles["rollout"], ledgers["rollout"], PolicyReader(run.store))
         self._judge = stack.enter_context(Judge(roles["reward"], self._judged))
         self._curator = Curator(roles["curate"], self._settled)
@@ -81,8 +82,10 @@ class _Lockstep:
     def _roll_out(self) -> None:
         """Sample all that the newest version admits."""
         for _ in range(MAX_TURNS * self._run.config.groups_per_step):
+            claims = self._sampled.state.next["claim"]
             self._worker.turn()
-            if self._worker.is_idle:
+            # What does not fit into the slots at once is claimed later: idle is not yet done.
+            if self._worker.is_idle and self._sampled.state.next["claim"] == claims:
                 return
         raise ProtocolError("rollout does not come to an end")
 

@@ -125,6 +125,13 @@ def test_processes_and_lockstep_give_the_same_bits_at_an_exact_staleness(tmp_pat
         assert one.histograms.get("staleness/tokens") == other.histograms.get("staleness/tokens")
 
 
+def test_a_step_may_be_larger_than_the_engine(tmp_path: Path) -> None:
+    engine = {"type": "torch", "slots": 8, "max_length": 16}
+    run = create_run(tiny_config(str(tmp_path), rollout={"engine": engine}, steps=2))
+    assert run.config.groups_per_step * run.config.samples_per_group > 8
+    assert list(run_in_lockstep(run)) == [1, 2]
+
+
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_shipped_study_is_valid(path: Path) -> None:
     study = load_study(path.stem)
