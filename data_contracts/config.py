@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from data_contracts.algorithm import AlgorithmConfig
 from data_contracts.config_roles import (
     AuditConfig,
+    BalanceRule,
+    ContrastRule,
     CurateConfig,
     CurateRule,
     CustomRule,
@@ -42,13 +44,16 @@ from data_contracts.config_sources import (
     ReasoningGymEnv,
     TinyModel,
 )
+from data_contracts.curriculum_config import AeroSampler, CurriculumConfig, PilotCommitSampler
 from data_contracts.frozen import Frozen
 
 __all__ = [
     "AdaptiveStaleness",
     "AdditionEnv",
     "AuditConfig",
+    "BalanceRule",
     "CodeEnv",
+    "ContrastRule",
     "CurateConfig",
     "CurateRule",
     "CustomEnv",
@@ -182,6 +187,8 @@ class RunConfig(Frozen):
     """The reward role."""
     curate: CurateConfig = CurateConfig()
     """The curation role."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which prompts are drawn, and what is used again."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, importance weights, trust region, aggregation."""
     train: TrainConfig = TrainConfig()
@@ -224,8 +231,35 @@ class RunConfig(Frozen):
         most = self.rollout.max_workers
         if most is not None and most < self.rollout.workers:
             raise ValueError(f"rollout.max_workers {most} is below rollout.workers {self.rollout.workers}")
+        self._refuse_odd_curricula()
         self._refuse_ratios_of_two_distributions()
         return self
+
+    def _refuse_odd_curricula(self) -> None:
+        """Refuse what the curriculum cannot keep: exact draws that depend on timing, age bounds that nothing meets."""
+        curriculum, bound = self.curriculum, self.staleness.bound or 0
+        if self.staleness.exact and not curriculum.is_plain:
+            raise ValueError(
+                "staleness.exact with a curriculum that remembers verdicts: which of them a commit has seen depends on "
+                "timing; take curriculum.sampler 'order' without reuse and successes, or max_staleness 0"
+            )
+        parts = {"sampler": curriculum.sampler, "reuse": curriculum.reuse, "successes": curriculum.successes}
+        for name, part in parts.items():
+            age = getattr(part, "max_age", None)
+            if age is not None and age <= bound:
+                raise ValueError(
+                    f"curriculum.{name}.max_age {age} is not above max_staleness {bound}: what was sampled before is "
+                    f"older than that when it is trained; raise it to {2 * bound + 1} or more"
+                )
+        least = self.samples_per_group
+        if isinstance(curriculum.sampler, PilotCommitSampler):
+            least = curriculum.sampler.pilot_samples
+        elif isinstance(curriculum.sampler, AeroSampler):
+            least = curriculum.sampler.explore
+        if least > self.samples_per_group:
+            raise ValueError(
+                f"curriculum.sampler asks for {least} samples, samples_per_group is {self.samples_per_group}: raise it"
+            )
 
     def _refuse_ratios_of_two_distributions(self) -> None:
         """Refuse ratios to a nucleus: recorded log-probabilities are those of the tokens kept, the trainer's of all."""

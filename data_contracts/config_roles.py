@@ -131,6 +131,25 @@ class TruncationRule(RowRule):
     type: Literal["truncation"] = "truncation"
 
 
+class ContrastRule(Frozen):
+    """High-contrast pairs, as in Shuffle-R1: the best response with the worst, the second best with the second worst,
+    and so on; only the pairs that differ most are trained on. The baseline is that of the rows that stay."""
+
+    type: Literal["contrast"] = "contrast"
+    keep: float = Field(default=0.5, gt=0, le=1)
+    """Share of the pairs that stay; the odd response in the middle leaves with the rest."""
+
+
+class BalanceRule(Frozen):
+    """As AERO: where fewer than half of the responses pass, all that pass stay and as many that fail."""
+
+    type: Literal["balance"] = "balance"
+    solved_at: float = 0.5
+    """A response with this reward or more has passed."""
+    per_pass: float = Field(default=1.0, gt=0)
+    """Failed responses that stay for each that has passed; at least one."""
+
+
 class CustomRule(RowRule):
     """A rule of one's own."""
 
@@ -143,7 +162,8 @@ class CustomRule(RowRule):
 
 
 CurateRule = Annotated[
-    DuplicateRule | LengthRule | RepetitionRule | TruncationRule | CustomRule, Field(discriminator="type")
+    DuplicateRule | LengthRule | RepetitionRule | TruncationRule | ContrastRule | BalanceRule | CustomRule,
+    Field(discriminator="type"),
 ]
 
 

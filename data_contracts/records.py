@@ -41,6 +41,33 @@ class BatchRef(ObjectRef):
     """Trajectories in the file."""
 
 
+class Reused(Frozen):
+    """Says that the rows of a group are a copy of an earlier ticket's."""
+
+    ticket: int
+    """The ticket under which they were sampled."""
+    oldest_version: int
+    """Oldest version that sampled a token of them."""
+    max_age: int
+    """Bound in versions on the age of their tokens when they are trained."""
+
+
+class Joined(Frozen):
+    """Rows of an earlier ticket's batch that are trained as part of a group."""
+
+    ticket: int
+    """The ticket under which they were sampled."""
+    batch: BatchRef
+    rows: tuple[int, ...]
+    """Rows of that batch."""
+    rewards: tuple[float, ...]
+    """Their rewards."""
+    oldest_version: int
+    """Oldest version that sampled a token of them."""
+    max_age: int
+    """Bound in versions on the age of their tokens when they are trained."""
+
+
 class GroupRef(Frozen):
     """Where one ticket's group lies in a batch."""
 
@@ -49,9 +76,13 @@ class GroupRef(Frozen):
     first_row: int
     num_rows: int
     oldest_version: int = -1
-    """Oldest version that sampled a token of the group; -1 when nothing was sampled."""
+    """Oldest version that sampled a token for this ticket; -1 when nothing was sampled."""
     left_out: tuple[int, ...] = ()
     """Rows, counted from `first_row`, that curation left out: they are in the batch and are not trained on."""
+    reused: Reused | None = None
+    """Where the rows come from when none was sampled for this ticket."""
+    joined: tuple[Joined, ...] = ()
+    """Rows of earlier tickets that are trained with those of this one."""
 
 
 class Record(Frozen):
@@ -111,6 +142,16 @@ class Scored(Record):
     metrics: dict[str, float] = {}
 
 
+class Outcome(Frozen):
+    """What a ticket's own good samples came to, whether they are trained or not; joined rows are not counted."""
+
+    num_samples: int
+    num_passed: int
+    """Samples with a reward of at least curriculum.difficulty.solved_at."""
+    spread: float
+    """Standard deviation of the rewards (n)."""
+
+
 class Verdict(Frozen):
     """Curation's word on one ticket; the first one settles it."""
 
@@ -124,6 +165,8 @@ class Verdict(Frozen):
     reward_mean: float | None = None
     """Mean reward of the good rows."""
     prompt_id: str = ""
+    outcome: Outcome | None = None
+    """What the curriculum learns from; None when there was nothing to judge, or it remembers nothing."""
     metrics: dict[str, float] = {}
 
 

@@ -9,6 +9,7 @@ Views:
                    drop_reason      why it was not trained; NULL when it was, or may still be
                    trained_version  version of the commit that trained it, else NULL
                    staleness        trained_version - 1 - the oldest version that sampled its group, else NULL
+                   source_ticket    ticket that the rows are a copy of, NULL where they were sampled for their own
     tickets        one row per ticket: attempts, verdict, drop_reason, trained_version, prompt_id, reward_mean
     commits        one row per version: status, at, num_groups, num_tokens, digest, and every metric by its name
     evaluations    one row per evaluation: version, at, and every metric by its name
@@ -68,6 +69,7 @@ FATE = pa.schema(
         pa.field("drop_reason", pa.string()),
         pa.field("trained_version", pa.int32()),
         pa.field("oldest_version", pa.int32()),
+        pa.field("source_ticket", pa.int64()),
         pa.field("left_out", pa.list_(pa.int32())),
     ]
 )
@@ -90,7 +92,7 @@ CREATE VIEW trajectories AS SELECT rows.*, len(rows.response_ids) AS length, fat
     CASE WHEN list_contains(fates.left_out, rows.sample) THEN 'left_out' ELSE fates.drop_reason END AS drop_reason,
     CASE WHEN list_contains(fates.left_out, rows.sample) THEN NULL ELSE fates.trained_version END AS trained_version,
     CASE WHEN list_contains(fates.left_out, rows.sample) THEN NULL
-         ELSE fates.trained_version - 1 - fates.oldest_version END AS staleness
+         ELSE fates.trained_version - 1 - fates.oldest_version END AS staleness, fates.source_ticket
 FROM rows JOIN fates USING (batch, ticket, attempt)
 """
 
@@ -240,6 +242,7 @@ class Facts:
             for group in record.groups if record.batch is not None else ():
                 assert record.batch is not None  # noqa: S101 the comprehension above has said so
                 verdict = self.verdicts.get(group.ticket)
+                reused = group.reused
                 counts = verdict is None or _is_of(verdict, group.attempt, record.batch)
                 told, reason = self._fate(group.ticket) if counts else ("late", "late")
                 rows.append(
@@ -250,7 +253,8 @@ class Facts:
                         "verdict": told,
                         "drop_reason": reason,
                         "trained_version": self.trained.get(group.ticket) if counts else None,
-                        "oldest_version": group.oldest_version,
+                        "oldest_version": reused.oldest_version if reused else group.oldest_version,
+                        "source_ticket": reused.ticket if reused else None,
                         "left_out": self.samples.get(group.ticket, []) if counts else [],
                     }
                 )
@@ -342,6 +346,7 @@ def _with_fates(table: pa.Table, key: str, fates: pa.Table) -> pa.Table:
         "drop_reason": pa.array(["left_out" if o else fate["drop_reason"] for fate, o in pairs], pa.string()),
         "trained_version": pa.array(versions, pa.int32()),
         "staleness": pa.array(ages, pa.int32()),
+        "source_ticket": pa.array([fate["source_ticket"] for fate in found], pa.int64()),
     }
     return pa.table([*table.columns, *added.values()], names=[*table.column_names, *added])
 

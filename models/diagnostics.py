@@ -123,8 +123,13 @@ def staleness_metrics(data: StepData) -> tuple[Metrics, dict[str, dict[str, floa
     if not age.numel():
         return {"staleness/excluded_tokens": 0.0}, {"staleness/tokens": {}, "staleness/samples": {}}
     oldest = torch.full((len(data.samples),), -1).scatter_reduce(0, data.sequence, age, "amax")
-    offered = age[data.fresh]
+    is_reused = torch.tensor([sample.max_age is not None for sample in data.samples])[data.sequence]
     metrics: Metrics = {"staleness/excluded_tokens": float((~data.fresh).sum())}
+    if is_reused.any():
+        metrics["reuse/tokens"] = float((is_reused & data.fresh).sum())
+        metrics["reuse/age_max"] = float(age[is_reused & data.fresh].max()) if metrics["reuse/tokens"] else 0.0
+        metrics |= {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/p95": 0.0}
+    offered = age[data.fresh & ~is_reused]
     if offered.numel():
         metrics |= {
             "staleness/mean": offered.double().mean().item(),

@@ -30,6 +30,8 @@ class Sample:
     finish_reason: str = "stop"
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
+    max_age: int | None = None
+    """Bound in versions on the age of its tokens, in place of the run's; None takes the run's."""
 
     @property
     def name(self) -> str:

@@ -125,8 +125,8 @@ def step_data(
 ) -> StepData:
     """Flatten groups, decide which tokens are in the loss, and compute advantages.
 
-    A token is in the loss when the policy sampled it at most `max_staleness` versions before `version` (and,
-    with `truncated` mask, when its response was not cut off).
+    A token is in the loss when the policy sampled it at most `max_staleness` versions before `version`, or as many as
+    its sample's own bound says (and, with `truncated` mask, when its response was not cut off).
     """
     samples = tuple(sample for group in groups for sample in group)
     acted = [np.asarray(s.action_mask, bool) for s in samples]
@@ -134,8 +134,10 @@ def step_data(
     sequence = torch.from_numpy(np.repeat(np.arange(len(samples)), counts))
     versions = torch.from_numpy(_flat([s.policy_versions for s in samples], acted, np.int64))
     fresh = torch.ones_like(versions, dtype=torch.bool)
-    if max_staleness is not None:
-        fresh = version - versions <= max_staleness
+    if max_staleness is not None or any(s.max_age is not None for s in samples):
+        run_bound = version if max_staleness is None else max_staleness
+        bounds = torch.tensor([run_bound if s.max_age is None else s.max_age for s in samples], dtype=torch.int64)
+        fresh = version - versions <= bounds[sequence]
     mask = fresh
     if algorithm.truncated == "mask":
         whole = torch.tensor([s.finish_reason != "length" for s in samples], dtype=torch.bool)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from data_contracts import trajectory
-from data_contracts.config import CurateConfig, RunConfig
+from data_contracts.config import RunConfig
 from data_contracts.errors import ContractError, ObjectMissing
 from data_contracts.protocol import Judged, decide_verdicts, followed
 from data_contracts.records import BatchRef, Curated, GroupRef, Raw, Scored, Verdict
@@ -18,8 +18,10 @@ from infra.log import Log
 from infra.objects import get_batch
 from tasks.curation import chain
 from tasks.curation.duplicates import Recent
+from tasks.curation.given import Judge
 from tasks.curation.group import Group, Rows
 from tasks.curation.lookback import Lookback
+from tasks.curriculum import CurriculumReader
 from tasks.ledger import Ledger
 from tasks.quarantine import quarantine
 from tasks.role import Role
@@ -46,6 +48,7 @@ class Curator:
         self._next: dict[str, int] = {}
         self._judged: list[Judged] = []
         self._lookback = Lookback(role.store, role.config.curate)
+        self._judge_group = Judge(role.store, role.config, CurriculumReader(ledger).given)
 
     def read(self) -> bool:
         """Judge what is new in the scored logs; return whether there was anything."""
@@ -54,6 +57,8 @@ class Curator:
             log = Log(self._role.store, f"log/scored/{writer}", Scored)
             number = max(self._next.get(writer, 0), covered)
             for record in log.read_from(number):
+                if any(group.ticket >= self._ledger.state.next_ticket for group in record.groups):
+                    self._ledger.sync()  # what the ticket was given stands in its claim, which came first
                 self._judged.append(Judged(writer, number, self._judge(record, number)))
                 number += 1
                 found = True
@@ -83,8 +88,9 @@ class Curator:
         except (ContractError, ObjectMissing) as cause:
             quarantine(self._role.store, "curate", [g.ticket for g in record.groups], str(cause), {}, record.batch)
             return (*verdicts, *(_refusal(group, f"unreadable: {cause}") for group in record.groups))
-        for group, verdict in zip(record.groups, judge_batch(table, record, self._role.config.curate), strict=True):
-            if not verdict.accepted or (verdict.group is not None and verdict.group.left_out):
+        for group, verdict in zip(record.groups, judge_batch(table, record, self._judge_group), strict=True):
+            is_part = not verdict.accepted and verdict.batch is not None  # of a group that a later ticket goes on with
+            if not is_part and (not verdict.accepted or (verdict.group is not None and verdict.group.left_out)):
                 self._quarantine(verdict, group, record.batch)
             verdicts.append(verdict)
         return tuple(verdicts)
@@ -103,20 +109,19 @@ class Curator:
         return Verdict(ticket=ticket, accepted=False, reason=why, attempt=attempt, group=group)
 
 
-def judge_batch(table: pa.Table, record: Scored, config: CurateConfig) -> list[Verdict]:
+def judge_batch(table: pa.Table, record: Scored, judge: Judge) -> list[Verdict]:
     """Return a verdict on every group of a scored batch: first the contract, then the chain of rules."""
     if record.batch is None:
         raise ContractError(f"a scored record of {record.rollout} has groups and no batch")
     invalid = dict(trajectory.find_invalid_rows(table, "scored"))
-    rows, alone = Rows(table), Recent(())
+    rows = Rows(table)
     verdicts = []
     for group in record.groups:
         why = next((invalid[row] for row in _rows(group) if row in invalid), "")
         if why:
             verdicts.append(_refusal(group, f"contract: {why}"))
         else:
-            outcome = chain.judge(Group.of_ref(group, rows), config, alone)
-            verdicts.append(chain.verdict_of(outcome, record.batch))
+            verdicts.append(judge.judge(Group.of_ref(group, rows), record.batch))
     return verdicts
 
 

@@ -25,6 +25,7 @@ from infra.objects import put_batch
 from infra.runs import Run
 from tasks.ledger import Ledger
 from tasks.quarantine import Entry, fates, read_rows, released
+from tasks.reuse import renumber
 from tasks.role import append_control
 from tasks.supervise import find_living
 
@@ -130,7 +131,7 @@ def release(run: Run, proposed: Plan) -> int:
 def _publish(run: Run, claim: Claim, proposed: Plan) -> Verdict:
     """Write batch, raw and scored record under a writer whom nobody follows yet; return the verdict to be."""
     (ticket,) = claim.tickets
-    scored = _renumber(proposed.rows, ticket)
+    scored = trajectory.check(renumber(proposed.rows, ticket, 0), "scored")
     batch = put_batch(run.store, scored)
     raw = put_batch(run.store, scored.select(trajectory.SCHEMAS["raw"].names).cast(trajectory.SCHEMAS["raw"]))
     group = GroupRef(
@@ -152,13 +153,6 @@ def _publish(run: Run, claim: Claim, proposed: Plan) -> Verdict:
         prompt_id=scored.column("prompt_id")[0].as_py(),
         metrics={"released": 1.0},
     )
-
-
-def _renumber(rows: pa.Table, ticket: int) -> pa.Table:
-    for name, value in (("ticket", ticket), ("attempt", 0)):
-        field = rows.schema.field(name)
-        rows = rows.set_column(rows.schema.get_field_index(name), field, pa.array([value] * rows.num_rows, field.type))
-    return trajectory.check(rows, "scored")
 
 
 def _settle(ledger: Ledger, writer: str, verdict: Verdict) -> None:

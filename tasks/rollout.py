@@ -9,16 +9,13 @@ rollout waits for: room to claim.   unblocked by: a commit, a refusal, a lost le
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
 import torch
 
 from data_contracts import trajectory
-from data_contracts.config import RunConfig
-from data_contracts.curriculum import Curriculum, prompt_number
-from data_contracts.errors import ConfigError
+from data_contracts.curriculum import Curriculum, Place, Source, place_of
+from data_contracts.errors import ConfigError, ContractError, ObjectMissing
 from data_contracts.protocol import Leases, RunState, decide_claim, decide_rebase, decide_reclaim, room
 from data_contracts.records import DELIVERED, Claim, GroupRef, Raw
 from infra.crash import point
@@ -34,29 +31,15 @@ from tasks.envs.registry import Envs, build_envs
 from tasks.ledger import Ledger
 from tasks.model_files import read_model_files
 from tasks.prompts import encode_prompt
+from tasks.raw_rows import Group, make_raw_table, sample_seed
+from tasks.reuse import copy_group
 from tasks.role import Role
 from tasks.weights import PolicyReader
 
-MAX_SAMPLES = 1 << 20
-ENGINE = "torch"
 PUBLISH_AFTER_S = 0.5
 
 Key = tuple[int, int, int]
 """(ticket, attempt, sample)."""
-
-
-@dataclass
-class Group:
-    """A ticket's group while it is being rolled out."""
-
-    ticket: int
-    attempt: int
-    prompt_id: str
-    env: str
-    prompt_ids: list[int]
-    queued_at: float
-    error: str = ""
-    results: dict[int, Finished] = field(default_factory=dict)
 
 
 def run(role: Role) -> None:
@@ -207,27 +190,56 @@ class Worker:
                 self._begin(record)
 
     def _begin(self, record: Claim) -> None:
-        """Submit the groups of a claim that stands."""
+        """Submit the groups of a claim that stands; deliver at once those that are copies of earlier ones."""
         curriculum = self._curricula.at(record.curriculum)
+        copies: list[tuple[int, Source]] = []
         for ticket in record.tickets:
-            group = self._make_group(ticket, record, curriculum)
-            self._open[(ticket, record.attempt)] = group
-            if group.error:
-                self._close(group)
-                continue
-            for sample in range(self._config.samples_per_group):
-                self._engine.submit(self._request(group, sample))
+            place = place_of(ticket, curriculum)
+            if place.is_copy and place.source is not None:
+                copies.append((ticket, place.source))
+            else:
+                self._submit(self._make_group(ticket, record, place))
+        self._deliver_copies(copies, record, curriculum)
         self._role.progressed(f"claimed tickets {record.tickets[0]} to {record.tickets[-1]}")
 
-    def _make_group(self, ticket: int, record: Claim, curriculum: Curriculum) -> Group:
-        prompt = self._envs.prompt_for(prompt_number(ticket, curriculum))
+    def _submit(self, group: Group) -> None:
+        self._open[(group.ticket, group.attempt)] = group
+        if group.error:
+            self._close(group)
+            return
+        for sample in range(group.num_samples):
+            self._engine.submit(self._request(group, sample))
+
+    def _make_group(self, ticket: int, record: Claim, place: Place, *, error: str = "") -> Group:
+        prompt = self._envs.prompt_for(place.prompt)
         limit = self._engine.max_length - self._config.rollout.sampling.max_new_tokens
         env = self._envs.env_of(prompt.id).name
+        ids: list[int] = []
         try:
-            ids, error = encode_prompt(prompt, self._tokenizer, limit), ""
+            ids = encode_prompt(prompt, self._tokenizer, limit)
         except ConfigError as cause:  # one prompt that does not fit is an error row, not the end of the run
-            ids, error = [], str(cause)
-        return Group(ticket, record.attempt, prompt.id, env, ids, record.at, error)
+            error = error or str(cause)
+        num_samples = place.samples or self._config.samples_per_group
+        return Group(ticket, record.attempt, prompt.id, env, ids, record.at, num_samples, error)
+
+    def _deliver_copies(self, copies: list[tuple[int, Source]], record: Claim, curriculum: Curriculum) -> None:
+        """Write copies of earlier groups, each under its own ticket, as one batch and one raw record."""
+        reuse = self._config.curriculum.reuse
+        if not copies or reuse is None:
+            return
+        tables: list[pa.Table] = []
+        references: list[GroupRef] = []
+        for ticket, source in copies:
+            first = sum(table.num_rows for table in tables)
+            try:
+                table, reference = copy_group(self._role.store, source, ticket, record.attempt, first, reuse.max_age)
+            except (ContractError, ObjectMissing) as cause:  # torn since: the ticket gets no samples, and says why
+                self._submit(self._make_group(ticket, record, place_of(ticket, curriculum), error=str(cause)))
+                continue
+            tables.append(table)
+            references.append(reference)
+        if tables:
+            self._append_raw(pa.concat_tables(tables), references)
 
     def _request(self, group: Group, sample: int) -> Request:
         sampling = self._config.rollout.sampling
@@ -246,7 +258,7 @@ class Worker:
         ticket, attempt, sample = result.key  # pyright: ignore[reportGeneralTypeIssues]
         group = self._open[(ticket, attempt)]
         group.results[sample] = result
-        if len(group.results) == self._config.samples_per_group:
+        if len(group.results) == group.num_samples:
             self._close(group)
 
     def _close(self, group: Group) -> None:
@@ -269,15 +281,17 @@ class Worker:
             groups = [
                 self._finished.popleft() for _ in range(min(len(self._finished), self._config.rollout.groups_per_batch))
             ]
-            table, references = make_raw_table(groups, self._config)
-            point("rollout.before_batch")
-            batch = put_batch(self._role.store, trajectory.check(table, "raw"))
-            point("rollout.before_raw")
-            record = Raw(writer=self._role.writer, batch=batch, groups=tuple(references), metrics=self._count(table))
-            self._raw.append(self._next_raw, record)
-            self._next_raw += 1
-            point("rollout.raw")
-            self._role.held |= {str(group.ticket): DELIVERED for group in groups}
+            self._append_raw(*make_raw_table(groups, self._config))
+
+    def _append_raw(self, table: pa.Table, references: list[GroupRef]) -> None:
+        point("rollout.before_batch")
+        batch = put_batch(self._role.store, trajectory.check(table, "raw"))
+        point("rollout.before_raw")
+        record = Raw(writer=self._role.writer, batch=batch, groups=tuple(references), metrics=self._count(table))
+        self._raw.append(self._next_raw, record)
+        self._next_raw += 1
+        point("rollout.raw")
+        self._role.held |= {str(group.ticket): DELIVERED for group in references}
 
     def _count(self, table: pa.Table) -> dict[str, float]:
         """Return what this process did since its last record."""
@@ -311,64 +325,3 @@ class Worker:
 def first_open_version(state: RunState) -> int:
     """Return the oldest version that admits a ticket which nobody has claimed; the newest one when none does."""
     return next((version for version in range(state.version) if room(state, version) > 0), state.version)
-
-
-def sample_seed(ticket: int, sample: int) -> int:
-    """Return the seed of a sample's random stream: the same for every attempt at the ticket."""
-    return ticket * MAX_SAMPLES + sample
-
-
-def make_raw_table(groups: list[Group], config: RunConfig) -> tuple[pa.Table, list[GroupRef]]:
-    """Return the raw table of finished groups, rows by group and sample, and where each group lies in it."""
-    columns: dict[str, list[object]] = {field.name: [] for field in trajectory.SCHEMAS["raw"]}
-    references = []
-    num_samples = config.samples_per_group
-    for i, group in enumerate(groups):
-        rows = [_row(group, sample, config) for sample in range(num_samples)]
-        for row in rows:
-            for name, value in row.items():
-                columns[name].append(value)
-        versions = [int(version) for result in group.results.values() for version in result.digests]
-        references.append(
-            GroupRef(
-                ticket=group.ticket,
-                attempt=group.attempt,
-                first_row=i * num_samples,
-                num_rows=num_samples,
-                oldest_version=min(versions, default=-1),
-            )
-        )
-    arrays = {field.name: pa.array(columns[field.name], field.type) for field in trajectory.SCHEMAS["raw"]}
-    return pa.table(arrays, schema=trajectory.SCHEMAS["raw"]), references
-
-
-def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
-    sampling = config.rollout.sampling
-    result = group.results.get(sample)
-    num_tokens = 0 if result is None else len(result.response_ids)
-    return {
-        "ticket": group.ticket,
-        "attempt": group.attempt,
-        "sample": sample,
-        "prompt_id": group.prompt_id,
-        "env": group.env,
-        "seed": sample_seed(group.ticket, sample),
-        "prompt_ids": group.prompt_ids,
-        "response_ids": [] if result is None else result.response_ids,
-        "action_mask": np.ones(num_tokens, bool),
-        "behavior_logprobs": [] if result is None else result.logprobs,
-        "policy_versions": [] if result is None else result.versions,
-        "used_versions": [] if result is None else list(result.digests),
-        "used_digests": [] if result is None else list(result.digests.values()),
-        "finish_reason": "error" if result is None else result.finish_reason,
-        "error": (group.error or "no response") if result is None else "",
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "engine": ENGINE,
-        "dtype": config.model.dtype if config.model.type == "local" else "float32",
-        "queued_at": group.queued_at,
-        "started_at": 0.0 if result is None else result.started_at,
-        "finished_at": 0.0 if result is None else result.finished_at,
-    }

@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 
 from data_contracts.config import LocalModel, TinyModel
+from data_contracts.drawing import first_state
 from data_contracts.records import Commit
+from data_contracts.reuse import Drawing
 from infra.crash import point
 from infra.log import Log
+from infra.objects import put_object
 from models.policy import copy_weights, load_policy, model_files, policy_files
 from models.tiny import build_model, build_tokenizer
 from models.warm_start import WarmStart, warm_start
@@ -33,6 +36,7 @@ def run(role: Role) -> None:
     point("start.made")
     reference = publish_full(role.store, 0, role.writer, weights, files=files)
     point("start.published")
+    curriculum = first_state(Drawing.of(role.config))
     commit = Commit(
         writer=role.writer,
         version=0,
@@ -40,6 +44,9 @@ def run(role: Role) -> None:
         consumed=(),
         weights=reference,
         checkpoint_version=0,
+        curriculum=None
+        if curriculum is None
+        else put_object(role.store, "curriculum", ".json", curriculum.model_dump_json().encode()),
         num_trained=0,
         num_tokens=0,
         metrics=metrics,

@@ -9,14 +9,15 @@ train waits for: B accepted groups, such that those left behind can still make i
 import contextlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
 from data_contracts import trajectory
 from data_contracts.config import RunConfig
-from data_contracts.curriculum import Curriculum, advance, claimed_since_commit, returned_since_commit
+from data_contracts.drawing import commits_named, next_state
 from data_contracts.errors import ContractError, DigestMismatch, ObjectMissing, ProtocolError, TrainingDiverged
 from data_contracts.protocol import (
     Finished,
@@ -30,7 +31,8 @@ from data_contracts.protocol import (
     decide_start,
     ready_groups,
 )
-from data_contracts.records import Commit, Consumed, ObjectRef
+from data_contracts.records import BatchRef, Commit, Consumed, ObjectRef
+from data_contracts.reuse import Drawing, measure
 from infra.crash import point
 from infra.objects import get_batch, put_object
 from models.samples import Sample, good_rows, samples_from_table
@@ -79,6 +81,7 @@ class Learner:
         self._ledger = ledger
         self._curricula = CurriculumReader(ledger)
         self._groups = GroupReader(ledger)
+        self._drawing = Drawing.of(role.config)
         self._timeouts = Timeouts(role.config.staleness.ticket_timeout_s)
         self._waited_since = time.monotonic()
         self._curated_seen = -1
@@ -200,7 +203,9 @@ class Learner:
             checkpoint = self._training.save_checkpoint(store, version, writer)
             snapshot = put_object(store, "snapshot", ".json", json.dumps(self._ledger.state.snapshot()).encode())
             point("train.checkpointed")
-        metrics = result.metrics | {"time/wait_s": waited_s, "time/step_s": time.monotonic() - started}
+        curriculum, told = self._advance_curriculum()
+        metrics = result.metrics | told | count_reused(move.consumed)
+        metrics |= {"time/wait_s": waited_s, "time/step_s": time.monotonic() - started}
         if self._config.staleness.adaptive is not None:
             metrics["staleness/limit"] = float(self._ledger.state.limit.versions)
         return Commit(
@@ -211,7 +216,7 @@ class Learner:
             weights=reference,
             checkpoint=checkpoint,
             checkpoint_version=version if due else newest.checkpoint_version,
-            curriculum=self._advance_curriculum(),
+            curriculum=curriculum,
             snapshot=snapshot,
             snapshot_version=version if due else newest.snapshot_version,
             positions=move.positions,
@@ -222,19 +227,15 @@ class Learner:
             evidence=result.evidence,
         )
 
-    def _advance_curriculum(self) -> ObjectRef | None:
+    def _advance_curriculum(self) -> tuple[ObjectRef | None, dict[str, float]]:
+        """Return where the next commit's curriculum state lies, None for a plain one, and what to tell of it."""
         state = self._ledger.state
-        claimed, returned = claimed_since_commit(state), returned_since_commit(state)
-        named = {handed.curriculum for handed in (*claimed, *returned)}
-        states = {version: self._curricula.at(version) for version in sorted(named)}
-        current = self._curricula.at(state.version)
-        if current.is_plain:  # which need not be stored, and then does not know how far it has come
-            base = state.next_ticket - len(claimed)
-            current = Curriculum(base_ticket=base, next_prompt=base)
-        following = advance(current, claimed, returned, states)
-        if following.is_plain and current.is_plain:
-            return None
-        return put_object(self._role.store, "curriculum", ".json", following.model_dump_json().encode())
+        states = {version: self._curricula.at(version) for version in sorted(commits_named(state))}
+        following = next_state(state, states, self._drawing)
+        if following.is_plain and states[state.version].is_plain:
+            return None, {}
+        told = {} if self._drawing.config.is_plain else measure(following)
+        return put_object(self._role.store, "curriculum", ".json", following.model_dump_json().encode()), told
 
 
 class _Opened:
@@ -249,6 +250,14 @@ class _Opened:
         good = valid[good_rows(usable)]
         self.samples = dict(zip(good.tolist(), samples_from_table(usable), strict=True))
         """Good samples by row."""
+
+
+def count_reused(consumed: Sequence[Consumed]) -> dict[str, float]:
+    """Return how many groups of a step are copies of earlier ones, and how many samples earlier tickets have lent."""
+    groups = sum(group.group.reused is not None for group in consumed)
+    samples = sum(len(joined.rows) for group in consumed for joined in group.group.joined)
+    counts = {"reuse/groups": float(groups), "reuse/joined_samples": float(samples)}
+    return {name: count for name, count in counts.items() if count}
 
 
 class GroupReader:
@@ -271,7 +280,7 @@ class GroupReader:
                 continue
             self._looked_at.add(group.batch.key)
             with contextlib.suppress(GroupUnusable):
-                self._open(group)
+                self._open(group.ticket, group.batch)
             return True
         return False
 
@@ -282,33 +291,42 @@ class GroupReader:
         self._looked_at &= self._opened.keys()
 
     def read(self, group: Consumed) -> list[Sample]:
-        """Return the good samples of a group, without those that curation left out.
+        """Return the good samples of a group, without those that curation left out, then those it was joined with.
 
         Raises:
             GroupUnusable: the batch is torn, altered or missing, breaks its contract, or was sampled by weights
                 other than those committed.
         """
-        opened = self._open(group)
-        rows = range(group.group.first_row, group.group.first_row + group.group.num_rows)
+        own, reused = group.group, group.group.reused
+        rows = range(own.first_row, own.first_row + own.num_rows)
+        left_out = {rows.start + row for row in own.left_out}
+        samples = self._read(group.ticket, group.batch, rows, left_out, reused.max_age if reused else None)
+        for joined in own.joined:
+            samples += self._read(group.ticket, joined.batch, joined.rows, set(), joined.max_age)
+        return samples
+
+    def _read(
+        self, ticket: int, batch: BatchRef, rows: Sequence[int], left_out: set[int], max_age: int | None
+    ) -> list[Sample]:
+        opened = self._open(ticket, batch)
         for row in rows:
             if row in opened.invalid:
-                raise GroupUnusable(opened.invalid[row], group.ticket, "contract", group.batch)
+                raise GroupUnusable(opened.invalid[row], ticket, "contract", batch)
         try:
-            self._check_digests(opened.versions[rows.start : rows.stop], opened.digests[rows.start : rows.stop])
+            self._check_digests([opened.versions[row] for row in rows], [opened.digests[row] for row in rows])
         except DigestMismatch as cause:
-            raise GroupUnusable(str(cause), group.ticket, "digest", group.batch) from cause
-        left_out = {rows.start + row for row in group.group.left_out}
-        return [opened.samples[row] for row in rows if row in opened.samples and row not in left_out]
+            raise GroupUnusable(str(cause), ticket, "digest", batch) from cause
+        samples = [opened.samples[row] for row in rows if row in opened.samples and row not in left_out]
+        return samples if max_age is None else [replace(sample, max_age=max_age) for sample in samples]
 
-    def _open(self, group: Consumed) -> _Opened:
-        key = group.batch.key
-        if key not in self._opened:
+    def _open(self, ticket: int, batch: BatchRef) -> _Opened:
+        if batch.key not in self._opened:
             try:
-                table = get_batch(self._ledger.store, group.batch, "scored")
+                table = get_batch(self._ledger.store, batch, "scored")
             except (ContractError, ObjectMissing) as cause:
-                raise GroupUnusable(str(cause), group.ticket, "unreadable", group.batch) from cause
-            self._opened[key] = _Opened(table, self._ledger.state.version)
-        return self._opened[key]
+                raise GroupUnusable(str(cause), ticket, "unreadable", batch) from cause
+            self._opened[batch.key] = _Opened(table, self._ledger.state.version)
+        return self._opened[batch.key]
 
     def _check_digests(self, versions: list[list[int]], digests: list[list[str]]) -> None:
         # A set of pairs, not a mapping: rows may contradict each other about one version.

@@ -86,6 +86,28 @@ class Group:
         return replace(self, places=self.places[~broken])
 
     @property
+    def joined_rewards(self) -> np.ndarray:
+        """[J] float32: rewards of the rows of earlier tickets that are trained with the group."""
+        return np.array([reward for joined in self.ref.joined for reward in joined.rewards], np.float32)
+
+    @property
+    def all_rewards(self) -> np.ndarray:
+        """[N + J] float32: rewards of everything that would be trained, its own rows first."""
+        return np.concatenate([self.of(self.rows.reward), self.joined_rewards])
+
+    def keeping(self, kept: np.ndarray) -> "Group":
+        """Return the group with only those rows, its own and joined ones, that are marked in `kept`, [N + J] bool."""
+        left, end, joined = kept[self.places.size :], 0, []
+        for one in self.ref.joined:
+            mine, end = left[end : end + len(one.rows)], end + len(one.rows)
+            pairs = [pair for pair, stays in zip(zip(one.rows, one.rewards, strict=True), mine, strict=True) if stays]
+            if pairs:
+                rows, rewards = zip(*pairs, strict=True)
+                joined.append(one.model_copy(update={"rows": rows, "rewards": rewards}))
+        ref = self.ref.model_copy(update={"joined": tuple(joined)})
+        return replace(self, ref=ref, places=self.places[kept[: self.places.size]])
+
+    @property
     def prompt_id(self) -> str:
         """Which prompt was answered."""
         return self.rows.table.column("prompt_id")[self.ref.first_row].as_py()

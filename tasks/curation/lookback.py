@@ -58,13 +58,14 @@ class Lookback:
         )
 
     def _judge(self, verdict: Verdict, recent: Recent, refused: Callable[[Verdict], None]) -> Verdict:
-        if not verdict.accepted or verdict.batch is None or verdict.group is None:
+        if not verdict.accepted or verdict.batch is None or verdict.group is None or verdict.group.reused is not None:
             return verdict
         group = Group.of_ref(verdict.group.model_copy(update={"left_out": ()}), self._read(verdict.batch))
         outcome = judge(group, self._config, recent)
         if not outcome.why:
             recent.add(outcome.kept)
-        again = verdict_of(outcome, verdict.batch).model_copy(update={"batch": verdict.batch})
+        again = verdict_of(outcome, verdict.batch)
+        again = again.model_copy(update={"batch": verdict.batch, "outcome": verdict.outcome})
         if (again.accepted, again.group) != (verdict.accepted, verdict.group):
             refused(again)
         return again
@@ -79,7 +80,12 @@ class Lookback:
                 found += sum(v.accepted for v in record.verdicts) if record is not None else 0
         for record in self._log.read_from(self._next, limit=number - self._next):
             for verdict in record.verdicts:
-                if verdict.accepted and verdict.batch is not None and verdict.group is not None:
+                if (
+                    verdict.accepted
+                    and verdict.batch is not None
+                    and verdict.group is not None
+                    and verdict.group.reused is None
+                ):
                     self._remember(verdict.batch, verdict.group)
         self._next = number
         self._rows.clear()

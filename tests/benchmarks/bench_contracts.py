@@ -12,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from data_contracts import features, trajectory
-from data_contracts.config import CurateConfig
+from data_contracts.config import CurateConfig, RunConfig
 from data_contracts.records import BatchRef, GroupRef, Scored
+from infra.store import open_store
 from tasks.curate import judge_batch
+from tasks.curation.given import Judge
 
 LIMIT_S = 2.0
 RULES = (
@@ -23,6 +25,7 @@ RULES = (
     {"type": "repetition"},
     {"type": "duplicates"},
     {"type": "duplicates", "similarity": 0.8},
+    {"type": "contrast", "keep": 0.75},
 )
 
 
@@ -66,6 +69,11 @@ def build_batch(num_rows: int, num_tokens: int, num_samples: int = 8) -> tuple[p
     return table, Scored(writer="bench", rollout="bench", batch=batch, groups=tuple(groups))
 
 
+def make_judge(config: CurateConfig) -> Judge:
+    """Return what judges groups by these rules alone."""
+    return Judge(open_store("memory://bench"), RunConfig(samples_per_group=8, curate=config), lambda _: None)
+
+
 def measure(function: Callable[[], Any], repeats: int = 3) -> float:
     """Return the smallest of some measurements, in processor seconds."""
     times = []
@@ -81,8 +89,8 @@ def main() -> None:
     table, record = build_batch(10_000, 500)
     config = CurateConfig.model_validate({"rules": RULES})
     gate_s = measure(lambda: trajectory.check(table, "scored", vocab_size=32_000, newest_version=3))
-    both_s = measure(lambda: judge_batch(table, record, config))
-    plain_s = measure(lambda: judge_batch(table, record, CurateConfig()))
+    both_s = measure(lambda: judge_batch(table, record, make_judge(config)))
+    plain_s = measure(lambda: judge_batch(table, record, make_judge(CurateConfig())))
     features_s = measure(lambda: features.derive(table, "scored"))
     print(f"10,000 trajectories of 500 tokens, processor seconds of one core (numpy {np.__version__})")
     print(f"structural gate                       {gate_s:6.3f} s")

@@ -16,13 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from data_contracts.curriculum import (
-    Curriculum,
-    advance,
-    claimed_since_commit,
-    prompt_number,
-    returned_since_commit,
-)
+from data_contracts.curriculum import Curriculum, Place, place_of, returned_since_commit
+from data_contracts.curriculum_config import AeroSampler, CurriculumConfig, FromPool, PilotCommitSampler
+from data_contracts.drawing import commits_named, first_state, next_state
 from data_contracts.errors import ProtocolError
 from data_contracts.protocol import (
     LOGS,
@@ -56,15 +52,19 @@ from data_contracts.records import (
     Consumed,
     Curated,
     GroupRef,
+    Joined,
+    Outcome,
     PolicyRef,
     Raw,
     Record,
     Refused,
+    Reused,
     Scored,
     Verdict,
     decode_record,
     encode_record,
 )
+from data_contracts.reuse import Drawing
 
 SCALE = int(os.environ.get("ROLLFLOW_FUZZ", "1"))
 """Multiplies the number of simulated runs."""
@@ -119,17 +119,27 @@ class World:
     num_writers: int = 0
     trained: dict[int, int] = field(default_factory=dict)
     num_refusals_left: int = 6
-    curricula: dict[str, Curriculum] = field(default_factory=dict)
+    curricula: dict[str, Curriculum | None] = field(default_factory=dict)
     """State by the nonce of the commit that names it."""
     limits: list[int] = field(default_factory=list)
     """How far rollouts might run ahead after each commit."""
+    curriculum_config: CurriculumConfig = field(default_factory=CurriculumConfig)
+    uses: dict[int, list[int]] = field(default_factory=dict)
+    """Ticket whose samples were trained under later tickets to these."""
 
     def __post_init__(self) -> None:
         self.truth = self.hooks.state(self.rules)
         """The fold over everything, in the order in which it was put."""
-        self.append("commit", 0, make_commit("warm-start", 0, status="initial"))
+        first = make_commit("warm-start", 0, status="initial")
+        self.curricula[first.nonce] = first_state(self.drawing)
+        self.append("commit", 0, first)
         for kind in (Worker, Worker, Reward, Curator, Trainer):
             self.spawn(kind, random.Random(self.seed))
+
+    @property
+    def drawing(self) -> Drawing:
+        eta, size = self.rules.max_staleness, self.rules.groups_per_step
+        return Drawing(self.curriculum_config, self.seed, size, 4, eta, 3 * size)
 
     # --- the store ---
 
@@ -207,6 +217,9 @@ class World:
             if group.ticket in self.trained:
                 raise Broken(f"ticket {group.ticket} trained twice")
             versions = self.batches[group.batch.key][group.ticket]
+            self.watch_uses(t, group)
+            if group.group.reused is not None:
+                continue
             if eta is not None and self.rules.stragglers != "interrupt" and t - min(versions) > eta:
                 raise Broken(f"commit {t + 1}: ticket {group.ticket} has tokens of {min(versions)}, older than {eta}")
             if group.deadline is not None and group.deadline < t:
@@ -217,6 +230,16 @@ class World:
         if eta == 0 and record.consumed and first <= max(self.trained, default=-1):
             raise Broken(f"commit {t + 1} is out of order")
         self.trained.update((group.ticket, record.version) for group in record.consumed)
+
+    def watch_uses(self, t: int, group: Consumed) -> None:
+        """What is used again is within its own bound, unless there is none on staleness, and says whose it was."""
+        for source in [*group.group.joined, *([group.group.reused] if group.group.reused is not None else [])]:
+            if self.rules.max_staleness is not None and t - source.oldest_version > source.max_age:
+                raise Broken(f"commit {t + 1}: ticket {group.ticket} uses {source}, too old")
+            if not (isinstance(source, Joined) and any(source.rewards)):  # a success may be lent more than once
+                self.uses.setdefault(source.ticket, []).append(group.ticket)
+        if group.ticket in {joined.ticket for joined in group.group.joined}:
+            raise Broken(f"ticket {group.ticket} joins itself")
 
     def num_refused_since(self, state: RunState) -> int:
         """Count the refusals that no commit's trainer had seen."""
@@ -244,6 +267,17 @@ class World:
         refused |= {n for r in seen["refused"] if isinstance(r, Refused) for n in r.tickets}
         refused = (refused & issued) - trained
         return Account(len(issued), len(trained), len(refused), len(issued) - len(trained) - len(refused))
+
+    def check_curricula(self) -> None:
+        """The state that a commit names follows from the records that its trainer had applied, whoever folds them."""
+        commits = [record for record in self.log("commit") if isinstance(record, Commit)]
+        for commit in commits[1:]:
+            state = self.fold(commit.positions)
+            states = {version: self.curriculum(version) for version in commits_named(state)}
+            named = self.curriculum(commit.version)
+            again = next_state(state, states, self.drawing)
+            if again != named or (named and Curriculum.model_validate_json(named.model_dump_json()) != named):
+                raise Broken(f"commit {commit.version}: its curriculum depends on more than the records")
 
     def check_views(self) -> None:
         for actor in self.actors:
@@ -319,7 +353,13 @@ class World:
         has none, unless a place was given away while a replaced trainer's commit was on its way.
         """
         claims = [r for r in self.log("claim") if isinstance(r, Claim) and r.kind == "claim"]
-        prompts = {n: prompt_number(n, self.curriculum(r.curriculum)) for r in claims for n in r.tickets}
+        places = {n: place_of(n, self.curriculum(r.curriculum)) for r in claims for n in r.tickets}
+        sampler = self.curriculum_config.sampler
+        if isinstance(sampler, FromPool):
+            if any(place.prompt >= sampler.pool for place in places.values()):
+                raise Broken(f"prompts outside of the pool: {places}")
+            return
+        prompts = {n: place.prompt for n, place in places.items() if not place.is_copy}
         dropped = {n for r in self.log("refused") if isinstance(r, Refused) and r.reason in RETURNED for n in r.tickets}
         verdicts: dict[int, bool] = {}
         for r in self.log("curated"):
@@ -327,11 +367,11 @@ class World:
                 verdicts.setdefault(verdict.ticket, verdict.accepted)
         kept = [n for n in prompts if n not in dropped or n in self.trained or not verdicts.get(n, True)]
         last = self.curriculum(self.truth.version) or Curriculum()
-        new = [prompts[h.ticket] for h in returned_since_commit(self.truth)]
+        new = [prompts[h.ticket] for h in returned_since_commit(self.truth) if h.ticket in prompts]
         held = {prompts[n] for n in kept} | set(last.returned) | set(new)
         if lost := set(range(max(prompts.values(), default=-1) + 1)) - held:
             raise Broken(f"prompts {lost} are lost")
-        trained = [prompts[n] for n in self.trained]
+        trained = [prompts[n] for n in self.trained if n in prompts]
         is_plain = self.rules.max_staleness == 0 and self.truth.num_both == 0
         if is_plain and len(set(trained)) < len(trained):
             raise Broken(f"prompts trained twice in a synchronous run: {sorted(trained)}")
@@ -345,6 +385,11 @@ class World:
         if truth.account() != self.count(truth.next):
             raise Broken(f"{truth.account()} is not {self.count(truth.next)}")
         self.check_prompts()
+        if not self.curriculum_config.is_plain:
+            self.check_curricula()
+        many = {source: tickets for source, tickets in self.uses.items() if len(tickets) > 1}
+        if self.rules.max_staleness == 0 and truth.num_both == 0 and many:
+            raise Broken(f"samples used more than once again in a synchronous run: {many}")
 
 
 def make_commit(writer: str, version: int, **fields) -> Commit:
@@ -455,6 +500,10 @@ class Worker(Actor):
             key = (ticket.number, ticket.attempt)
             if key in self.delivered or (self.finished.get(ticket.number, (None,))[0] == ticket.attempt):
                 continue
+            source = self.given(ticket).source if self.given(ticket).is_copy else None
+            if source is not None:
+                self.finished[ticket.number] = (ticket.attempt, self.world.batches[source.batch.key][source.ticket])
+                continue
             if self.groups.get(ticket.number, (None,))[0] != ticket.attempt:
                 self.groups[ticket.number] = (ticket.attempt, [])
             if rnd.random() < 0.7:
@@ -462,11 +511,24 @@ class Worker(Actor):
                 if rnd.random() < finish * self.slowness(ticket.number):
                     self.finished[ticket.number] = self.groups.pop(ticket.number)
 
+    def given(self, ticket: Ticket) -> Place:
+        return place_of(ticket.number, self.world.curriculum(ticket.curriculum))
+
+    def reference(self, row: int, number: int, attempt: int, versions: list[int]) -> GroupRef:
+        place, reuse = self.given(self.state.tickets[number]), self.world.curriculum_config.reuse
+        fields = {"ticket": number, "attempt": attempt, "first_row": row, "num_rows": 1}
+        if place.is_copy and place.source is not None and reuse is not None:
+            source = place.source
+            copied = Reused(ticket=source.ticket, oldest_version=source.oldest_version, max_age=reuse.max_age)
+            return GroupRef(**fields, reused=copied)
+        return GroupRef(**fields, oldest_version=min(versions))
+
     def slowness(self, ticket: int) -> float:
         chance = random.Random(f"{self.world.seed} {ticket} straggler").random()
         return 0.1 if chance < self.world.luck.stragglers else 1.0
 
     def deliver(self, rnd: random.Random, share: float = 0.6) -> None:
+        self.finished = {n: group for n, group in self.finished.items() if n in self.state.tickets}
         ready = {n: group for n, group in self.finished.items() if rnd.random() < share}
         if not ready:
             return
@@ -475,8 +537,7 @@ class Worker(Actor):
         batch = BatchRef(key=f"{name}/{number}", num_bytes=1, sha256="", num_rows=len(ready))
         self.world.batches[batch.key] = {n: versions for n, (_, versions) in ready.items()}
         groups = tuple(
-            GroupRef(ticket=n, attempt=attempt, first_row=i, num_rows=1, oldest_version=min(versions))
-            for i, (n, (attempt, versions)) in enumerate(ready.items())
+            self.reference(i, n, attempt, versions) for i, (n, (attempt, versions)) in enumerate(ready.items())
         )
         self.world.append(name, number, Raw(writer=self.name, batch=batch, groups=groups))
         for n, (attempt, _) in ready.items():
@@ -545,6 +606,9 @@ class Curator(Actor):
             number = max([first, *(j.number + 1 for j in self.judged if j.rollout == writer)])
             scored = self.world.log(f"scored/{writer}")
             while number < len(scored) and wanted():
+                if any(group.ticket >= self.state.next_ticket for group in scored[number].groups):
+                    self.read("claim")
+                    self.catch_up()
                 self.judged.append(self.judge(writer, number, scored[number]))
                 number += 1
 
@@ -555,17 +619,51 @@ class Curator(Actor):
         for group in scored.groups:
             chance = random.Random(f"{self.world.seed} {group.ticket}").random()
             good = chance >= luck.refused and not (luck.refused_first_step and group.ticket < rules.groups_per_step)
-            verdicts.append(
-                Verdict(
-                    ticket=group.ticket,
-                    accepted=good,
-                    reason="" if good else "taste",
-                    attempt=group.attempt,
-                    batch=scored.batch,
-                    group=group,
-                )
-            )
+            verdicts.append(self.verdict(group, scored.batch, good))
         return Judged(writer, number, tuple(verdicts))
+
+    def verdict(self, group: GroupRef, batch: BatchRef | None, good: bool) -> Verdict:
+        fields = {"ticket": group.ticket, "attempt": group.attempt, "batch": batch}
+        known = self.state.tickets.get(group.ticket)
+        if known is None or group.reused is not None or self.world.curriculum_config.is_plain:
+            return Verdict(**fields, accepted=good, reason="" if good else "taste", group=group)
+        state = self.world.curriculum(known.curriculum)
+        place, config = place_of(group.ticket, state), self.world.curriculum_config
+        rate = random.Random(f"{self.world.seed} {place.prompt} rate").random()
+        chance, count = random.Random(f"{self.world.seed} {group.ticket} passes"), place.samples or 4
+        outcome = Outcome(num_samples=count, num_passed=sum(chance.random() < rate for _ in range(count)), spread=rate)
+        group, passed, total = self.join(group, place, state, outcome)
+        is_pilot = isinstance(config.sampler, PilotCommitSampler) and place.samples and place.source is None
+        is_part = is_pilot or (isinstance(config.sampler, AeroSampler) and not passed and total < config.sampler.limit)
+        good = good and not is_part
+        fields["batch"] = batch if good or is_part else None
+        return Verdict(**fields, accepted=good, reason="" if good else "taste", group=group, outcome=outcome)
+
+    def join(
+        self, group: GroupRef, place: Place, state: Curriculum | None, outcome: Outcome
+    ) -> tuple[GroupRef, int, int]:
+        """Return the group with what it was given, the samples in it that passed, and all of them."""
+        config, joined = self.world.curriculum_config, []
+        given = [(place.source, getattr(config.sampler, "max_age", 0), 0.0)] if place.source is not None else []
+        passed = outcome.num_passed
+        if config.successes is not None and state is not None and not passed and place.prompt in state.successes:
+            given.append((state.successes[place.prompt], config.successes.max_age, 1.0))
+        for source, age, reward in given:
+            if any(version < source.group.oldest_version for version in self.versions(source)):
+                raise Broken(f"{source} does not know its oldest token")
+            joined += source.group.joined
+            joined.append(
+                Joined(
+                    ticket=source.ticket, batch=source.batch, rows=(0, 1), rewards=(reward, 0.0),
+                    oldest_version=source.group.oldest_version, max_age=age,
+                )
+            )  # fmt: skip
+        rewards = [reward for one in joined for reward in one.rewards]
+        ref = group.model_copy(update={"joined": tuple(joined)})
+        return ref, passed + sum(map(int, rewards)), outcome.num_samples + len(rewards)
+
+    def versions(self, source) -> list[int]:
+        return self.world.batches[source.batch.key][source.ticket]
 
     def decide(self) -> None:
         record = self.world.hooks.verdicts(self.state, self.name, self.judged)
@@ -643,9 +741,8 @@ class Trainer(Actor):
             self.weights = record.version
 
     def next_curriculum(self) -> Curriculum:
-        claimed, returned = claimed_since_commit(self.state), returned_since_commit(self.state)
-        states = {h.curriculum: self.world.curriculum(h.curriculum) for h in [*claimed, *returned]}
-        return advance(self.world.curriculum(self.state.version), claimed, returned, states)
+        states = {version: self.world.curriculum(version) for version in commits_named(self.state)}
+        return next_state(self.state, states, self.world.drawing)
 
     def has_started(self) -> bool:
         if getattr(self, "started", False):
@@ -720,10 +817,36 @@ def random_luck(rnd: random.Random) -> Luck:
     return Luck(**{name: value for trouble in rnd.sample(TROUBLES, 2) for name, value in trouble.items()})
 
 
-def play(seed: int, hooks: Hooks | None = None, luck: Luck | None = None, num_steps: int = 1000, **fixed) -> World:
+def random_curriculum(rnd: random.Random, eta: int | None) -> CurriculumConfig:
+    """Any sampler, with and without reuse and successes."""
+    age = 2 * (eta or 0) + rnd.choice([1, 2, 4])
+    kind = rnd.choice(["order", "uniform", "thompson", "window", "pilot_commit", "aero"])
+    sampler: dict[str, object] = {"type": kind} if kind == "order" else {"type": kind, "pool": rnd.choice([3, 20])}
+    if kind in ("pilot_commit", "aero"):
+        sampler["max_age"] = age
+    if kind == "pilot_commit":
+        sampler |= {"pilots": rnd.choice([1, 2]), "pilot_samples": 2, "rest": rnd.choice([0, 3])}
+    if kind == "aero":
+        sampler |= {"explore": 3, "more": 1, "limit": 7}
+    reuse = {"share": rnd.choice([0.2, 0.5]), "max_age": age, "size": 4} if rnd.random() < 0.6 else None
+    successes = {"max_age": age, "below": 0.9} if rnd.random() < 0.5 else None
+    return CurriculumConfig.model_validate({"sampler": sampler, "reuse": reuse, "successes": successes})
+
+
+def play(
+    seed: int,
+    hooks: Hooks | None = None,
+    luck: Luck | None = None,
+    num_steps: int = 1000,
+    curriculum: CurriculumConfig | None = None,
+    **fixed,
+) -> World:
     """One run: up to `num_steps` of chaos, then fair turns to its end."""
     rnd = random.Random(seed)
-    world = World(random_rules(rnd, **fixed), luck or random_luck(rnd), hooks or Hooks(), seed)
+    rules = random_rules(rnd, **fixed)
+    world = World(rules, luck or random_luck(rnd), hooks or Hooks(), seed)
+    if curriculum is not None:
+        world = World(rules, world.luck, world.hooks, seed, curriculum_config=curriculum)
     for _ in range(rnd.randrange(num_steps)):
         world.step(rnd)
         if world.truth.is_finished and rnd.random() < 0.1:
@@ -768,6 +891,17 @@ def test_a_limit_that_moves_keeps_the_bound_and_stops_nothing(stragglers):
         luck = (SLOW_GROUPS, ZOMBIES, None)[seed % 3]
         moved |= set(play(seed, luck=luck, **rules).limits)
     assert {0, 1, 2, 4, 8} <= moved, "the case must occur to be tested"
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4, None])
+def test_whatever_the_curriculum_every_run_ends_and_what_is_used_again_is_within_its_own_bound(eta):
+    worlds = []
+    for seed in range(12 * SCALE):
+        curriculum = random_curriculum(random.Random(seed), eta)
+        worlds.append(play(seed, num_steps=500, curriculum=curriculum, max_staleness=eta, steps=6))
+    consumed = [group.group for world in worlds for record in world.log("commit")[1:] for group in record.consumed]
+    assert sum(group.reused is not None for group in consumed) >= 5, "the case must occur to be tested"
+    assert sum(bool(group.joined) for group in consumed) >= 1, "the case must occur to be tested"
 
 
 def test_a_replaced_trainer_whose_last_commit_wins_does_no_harm():
@@ -822,8 +956,9 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, seed, eta, adaptive):
         rnd = random.Random(seed)
+        curriculum = random_curriculum(rnd, eta) if seed % 2 else CurriculumConfig()
         rules = random_rules(rnd, max_staleness=eta, adaptive=adaptive if (eta or 0) > 1 else None)
-        self.world = World(rules, random_luck(rnd), Hooks(), seed)
+        self.world = World(rules, random_luck(rnd), Hooks(), seed, curriculum_config=curriculum)
         self.fate = random.Random(seed)
 
     @rule(index=st.integers(0, 8), times=st.integers(1, 4))

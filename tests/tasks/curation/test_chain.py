@@ -8,7 +8,7 @@ import pytest
 from data_contracts import config as configs
 from data_contracts.config import CurateConfig
 from data_contracts.errors import ConfigError
-from tasks.curation.chain import RULES, judge, verdict_of
+from tasks.curation.chain import RULES, SELECTIONS, judge, verdict_of
 from tasks.curation.duplicates import Recent
 from tasks.curation.group import Group
 from tests.tasks.curation.build_group import BATCH, different, group_of
@@ -29,7 +29,7 @@ def one_too_many(group: Group) -> np.ndarray:
 
 def test_every_configurable_rule_has_a_function() -> None:
     union, _ = get_args(configs.CurateRule)
-    assert set(get_args(union)) == set(RULES)
+    assert set(get_args(union)) == set(RULES) | set(SELECTIONS)
 
 
 def test_a_group_that_breaks_no_rule_is_accepted_whole() -> None:
