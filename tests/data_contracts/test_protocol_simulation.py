@@ -898,7 +898,7 @@ def test_whatever_the_curriculum_every_run_ends_and_what_is_used_again_is_within
     worlds = []
     for seed in range(12 * SCALE):
         curriculum = random_curriculum(random.Random(seed), eta)
-        worlds.append(play(seed, num_steps=500, curriculum=curriculum, max_staleness=eta, steps=6))
+        worlds.append(play(seed, num_steps=500, curriculum=curriculum, max_staleness=eta, steps=6 + (eta or 0)))
     consumed = [group.group for world in worlds for record in world.log("commit")[1:] for group in record.consumed]
     assert sum(group.reused is not None for group in consumed) >= 5, "the case must occur to be tested"
     assert sum(bool(group.joined) for group in consumed) >= 1, "the case must occur to be tested"
