@@ -40,16 +40,18 @@ WIDER = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 5}
 SKIPPED = 3
 """First steps, in which processes still warm up."""
 
-SIZES: dict[str, tuple[int, dict[str, int]]] = {
-    "tiny model, 128 responses a step": (16, {}),
-    "tiny model, 1024 responses a step": (128, {}),
-    "7 times the weights, 128 responses a step": (16, WIDER),
-    "7 times the weights, 256 responses a step": (32, WIDER),
+LONG = {"max_positions": 128}
+
+SIZES: dict[str, tuple[int, int, dict[str, int]]] = {
+    "128 responses of 4 tokens": (16, 4, {}),
+    "1024 responses of 4 tokens": (128, 4, {}),
+    "256 responses of 4 tokens, 7 times the weights": (32, 4, WIDER),
+    "128 responses of up to 64 tokens": (16, 64, LONG),
 }
-"""Groups a step, and the model."""
+"""Groups a step, tokens a response, and the model."""
 
 
-def make(folder: str, steps: int, staleness: int, groups: int = 16, **model: int) -> Run:
+def make(folder: str, steps: int, staleness: int, groups: int = 16, tokens: int = 4, **model: int) -> Run:
     """Return a run that begins from random weights."""
     config = RunConfig.model_validate(
         {
@@ -59,7 +61,10 @@ def make(folder: str, steps: int, staleness: int, groups: int = 16, **model: int
             "groups_per_step": groups,
             "model": {"type": "tiny", "warm_start_max_steps": 0, **model},
             "staleness": {"max_staleness": staleness},
-            "rollout": {"engine": {"type": "torch", "slots": 256, "max_length": 16}},
+            "rollout": {
+                "engine": {"type": "torch", "slots": 256, "max_length": 12 + tokens},
+                "sampling": {"max_new_tokens": tokens},
+            },
             "evaluate": {"every": 10_000, "num_prompts": 1},
             "tracking": {"enabled": False},
         }
@@ -104,7 +109,7 @@ class Bare:
         for i, prompt in enumerate(prompts):
             ids = encode_prompt(prompt, self.tokenizer, 12)
             for sample in range(per_group):
-                self.engine.submit(Request((i, sample), ids, seed=i * per_group + sample, max_new_tokens=4))
+                self.engine.submit(Request((i, sample), ids, seed=i * per_group + sample, max_new_tokens=self.config.rollout.sampling.max_new_tokens))
         finished: dict[tuple[int, int], Finished] = {}
         while len(finished) < per_step * per_group:
             finished |= {result.key: result for result in self.engine.step()}  # pyright: ignore[reportAssignmentType]
@@ -131,9 +136,9 @@ class Bare:
         return statistics.median(taken[SKIPPED:])
 
 
-def compare(name: str, steps: int, folder: str, groups: int, **model: int) -> None:
+def compare(name: str, steps: int, folder: str, groups: int, tokens: int, **model: int) -> None:
     """Print the cost of a synchronous run beside the bare loop."""
-    run = make(folder, steps, 0, groups, **model)
+    run = make(folder, steps, 0, groups, tokens, **model)
     whole = play(run, ("start", "train", "rollout", "reward", "curate"))
     bare = Bare(run).seconds_per_step(steps)
     share = 100 * (whole - bare) / whole
@@ -163,8 +168,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for name, (groups, model) in SIZES.items():
-            compare(name, arguments.steps, folder, groups, **model)
+        for name, (groups, tokens, model) in SIZES.items():
+            compare(name, arguments.steps, folder, groups, tokens, **model)
         if arguments.peer:
             compare_with_peer(arguments.peer, arguments.steps, folder)
 
