@@ -22,7 +22,6 @@ from tasks.rollout import Worker
 from tasks.start import run as start
 from tasks.supervise import Supervisor
 from tasks.train import Learner
-from tasks.weights import PolicyReader
 
 MAX_TURNS = 10_000
 """A step that takes more turns of a role than this does not come to an end."""
@@ -52,7 +51,7 @@ class _Lockstep:
         ledgers = {name: Ledger(run.store, run.config) for name in ("rollout", "reward", "curate", "train")}
         self._sampled, self._judged = ledgers["rollout"], ledgers["reward"]
         self._settled, self._trained = ledgers["curate"], ledgers["train"]
-        self._worker = Worker(roles["rollout"], ledgers["rollout"], PolicyReader(run.store))
+        self._worker = Worker(roles["rollout"], ledgers["rollout"])
         self._judge = stack.enter_context(Judge(roles["reward"], self._judged))
         self._curator = Curator(roles["curate"], self._settled)
         self._learner = Learner(roles["train"], self._trained)

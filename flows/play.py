@@ -1,5 +1,6 @@
 """Plays one role in this process, without Prefect: what every way of starting a role comes down to."""
 
+import gc
 import importlib
 import os
 from collections.abc import Callable
@@ -49,6 +50,8 @@ def play(
     with Role(name, run.store, run.config, writer) as role, watched(role):
         # Imported inside, so that the heartbeat beats while torch loads: on a busy machine that takes long.
         loop = importlib.import_module(f"tasks.{name}")
+        # What the imports made lives as long as the process: a full collection need not walk through it every time.
+        gc.freeze()
         try:
             loop.run(role)
         except RunStopped as stop:

@@ -71,6 +71,8 @@ class Ledger:
 
     def commit(self, version: int) -> Commit:
         """Return the commit of a version that exists."""
+        if self.newest is not None and self.newest.version == version:
+            return self.newest
         commit = self._logs["commit"].read(version)
         if not isinstance(commit, Commit):
             raise LookupError(f"commit {version} does not exist in {self.store.url}")

@@ -45,13 +45,12 @@ Key = tuple[int, int, int]
 def run(role: Role) -> None:
     """Roll out until every step of the run is committed."""
     torch.set_num_threads(role.config.rollout.threads)
-    reader = PolicyReader(role.store)
     while True:
         ledger = Ledger(role.store, role.config)
         if ledger.newest is not None:
             break
         role.wait("the first version", on=("start",))
-    worker = Worker(role, ledger, reader)
+    worker = Worker(role, ledger)
     while not worker.is_over():
         worker.turn()
     worker.publish()
@@ -60,11 +59,11 @@ def run(role: Role) -> None:
 class Worker:
     """One rollout process: an engine, the tickets it holds, and its raw log."""
 
-    def __init__(self, role: Role, ledger: Ledger, reader: PolicyReader) -> None:
+    def __init__(self, role: Role, ledger: Ledger) -> None:
         self._role = role
         self._config = role.config
         self._ledger = ledger
-        self._reader = reader
+        self._reader = PolicyReader(role.store, lambda: ledger.newest)
         self._raw = Log(role.store, f"log/raw/{role.writer}", Raw)
         self._next_raw = 0
         self._envs: Envs = build_envs(role.config.envs, role.config.seed)

@@ -1,6 +1,6 @@
 """Policy versions in the store: publishing them, and getting one back, proven by its digest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -62,8 +62,15 @@ def _describe(kind: str, weights: Weights, objects: list[ObjectRef], digest: str
 class PolicyReader:
     """Reads versions through their commits, keeping the last one so that a difference is enough for the next."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, newest: Callable[[], Commit | None] = lambda: None) -> None:
+        """Read from a run's store.
+
+        Args:
+            store: the run's prefix.
+            newest: the newest commit that the caller has read anyhow, so that it is not read and parsed twice.
+        """
         self._store = store
+        self._newest = newest
         self._commits = Log(store, "log/commit", Commit)
         self._version = -1
         self._weights: Weights = {}
@@ -108,7 +115,8 @@ class PolicyReader:
         return apply_delta(base, delta, base_digest=base_digest)  # which proves its result
 
     def _commit(self, version: int) -> Commit:
-        commit = self._commits.read(version)
+        known = self._newest()
+        commit = known if known is not None and known.version == version else self._commits.read(version)
         if commit is None:
             raise ObjectMissing(f"version {version} does not exist in {self._store.url}")
         return commit

@@ -9,6 +9,7 @@ TRL's GRPOTrainer does the same task with two threads, beside a run with the def
 """
 
 import argparse
+import gc
 import statistics
 import subprocess
 import sys
@@ -105,11 +106,12 @@ class Bare:
         """Make one step."""
         self.engine.load_weights(copy_weights(self.trainer.model), version)
         per_step, per_group = self.config.groups_per_step, self.config.samples_per_group
+        limit = self.config.rollout.sampling.max_new_tokens
         prompts = [self.envs.prompt_for(version * per_step + i) for i in range(per_step)]
         for i, prompt in enumerate(prompts):
             ids = encode_prompt(prompt, self.tokenizer, 12)
             for sample in range(per_group):
-                self.engine.submit(Request((i, sample), ids, seed=i * per_group + sample, max_new_tokens=self.config.rollout.sampling.max_new_tokens))
+                self.engine.submit(Request((i, sample), ids, seed=i * per_group + sample, max_new_tokens=limit))
         finished: dict[tuple[int, int], Finished] = {}
         while len(finished) < per_step * per_group:
             finished |= {result.key: result for result in self.engine.step()}  # pyright: ignore[reportAssignmentType]
@@ -167,6 +169,7 @@ def main() -> None:
     parser.add_argument("--peer", default="", help="interpreter that has TRL")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # as the roles do
     with tempfile.TemporaryDirectory() as folder:
         for name, (groups, tokens, model) in SIZES.items():
             compare(name, arguments.steps, folder, groups, tokens, **model)
