@@ -1,14 +1,16 @@
 """The configuration of a run: frozen, closed, self-describing. Read once, written to run.json, never changed.
 
 A choice between kinds is a union with a `type`, not a string beside optional fields. Models and envs stand in
-config_sources.py, the sections of the roles in config_roles.py; all of them can be imported from here.
+config_sources.py, the sections of the roles in config_roles.py, what trains in config_backend.py; all of them can be
+imported from here.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from data_contracts.algorithm import AlgorithmConfig
+from data_contracts.algorithm import AlgorithmConfig, EwmaProximal, Opob, SlowFastUpdate, SnapshotProximal
+from data_contracts.config_backend import DeepspeedBackend, TorchBackend, TrainBackend
 from data_contracts.config_roles import (
     AuditConfig,
     BalanceRule,
@@ -58,6 +60,7 @@ __all__ = [
     "CurateRule",
     "CustomEnv",
     "CustomRule",
+    "DeepspeedBackend",
     "DuplicateRule",
     "EngineConfig",
     "EnvConfig",
@@ -79,8 +82,10 @@ __all__ = [
     "SamplingConfig",
     "StalenessConfig",
     "TinyModel",
+    "TorchBackend",
     "TorchEngine",
     "TrackingConfig",
+    "TrainBackend",
     "TrainConfig",
     "TruncationRule",
 ]
@@ -233,6 +238,7 @@ class RunConfig(Frozen):
             raise ValueError(f"rollout.max_workers {most} is below rollout.workers {self.rollout.workers}")
         self._refuse_odd_curricula()
         self._refuse_ratios_of_two_distributions()
+        self._refuse_what_ranks_cannot_do()
         return self
 
     def _refuse_odd_curricula(self) -> None:
@@ -271,6 +277,28 @@ class RunConfig(Frozen):
                 "with the trainer's of all tokens, which is no ratio of one distribution; set top_p 1 and top_k 0, or "
                 "algorithm.proximal 'recomputed' without importance weights"
             )
+
+    def _refuse_what_ranks_cannot_do(self) -> None:
+        """Refuse algorithms that need more than their part of the weights or gradients in every rank."""
+        backend, algorithm = self.train.backend, self.algorithm
+        if not isinstance(backend, DeepspeedBackend):
+            return
+        stage, is_half = backend.zero_stage, isinstance(self.model, LocalModel) and self.model.dtype == "bfloat16"
+        reason = ""
+        if isinstance(algorithm.advantage, Opob):
+            reason = "algorithm.advantage 'opob' needs each sample's own gradient, which ranks do not have"
+        elif algorithm.value is not None:
+            reason = f"algorithm.advantage {algorithm.advantage.type!r} has a value model, which needs a whole policy"
+        elif isinstance(algorithm.update, SlowFastUpdate):
+            reason = "algorithm.update 'slow_fast' moves weights back, which split weights do not do"
+        elif isinstance(algorithm.proximal, EwmaProximal | SnapshotProximal) and stage == 3:
+            reason = f"algorithm.proximal {algorithm.proximal.type!r} keeps whole weights; set zero_stage 2 or lower"
+        elif isinstance(algorithm.proximal, EwmaProximal) and is_half:
+            reason = "algorithm.proximal 'ewma' averages whole float32 weights; set model.dtype float32"
+        elif stage == 0 and is_half:
+            reason = "zero_stage 0 has no float32 weights beside bfloat16 ones; set zero_stage 1 or higher"
+        if reason:
+            raise ValueError(f"train.backend 'deepspeed': {reason}, or train.backend.type torch")
 
     @property
     def is_deterministic(self) -> bool:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from data_contracts.config_backend import TorchBackend, TrainBackend
 from data_contracts.frozen import Frozen
 
 
@@ -181,8 +182,10 @@ class CurateConfig(Frozen):
 class TrainConfig(Frozen):
     """The training role."""
 
+    backend: TrainBackend = TorchBackend()
+    """Where the model under training lives."""
     threads: int = Field(default=1, gt=0)
-    """CPU threads."""
+    """CPU threads of each process that trains."""
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

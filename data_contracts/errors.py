@@ -15,6 +15,7 @@ RollflowError
   + RoleFailed (also RuntimeError): another role died for good; carries that role's own error
   + EngineError (also RuntimeError): the generation engine failed
   + TrainingDiverged (also ArithmeticError): two non-finite steps in a row
+  + RankFailed (also RuntimeError): a process of a training group died; the role can start again
   + ServiceError (also RuntimeError): a server that Rollflow starts or uses does not answer
 
 Every class survives pickling (Prefect and Dask move exceptions between processes): each takes one message.
@@ -79,6 +80,10 @@ class EngineError(RollflowError, RuntimeError):
 
 class TrainingDiverged(RollflowError, ArithmeticError):
     """Two steps in a row had a loss or gradient that is not finite."""
+
+
+class RankFailed(RollflowError, RuntimeError):
+    """A process of a training group died or failed, and the group with it."""
 
 
 class ServiceError(RollflowError, RuntimeError):

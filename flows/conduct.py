@@ -19,6 +19,7 @@ from data_contracts.suites import STAGES, check_severities, load_suite
 from flows.play import announce_failure, check_role, play
 from infra import services as servers
 from infra import settings
+from infra.installed import check_backend
 from infra.probe import probe
 from infra.runs import Run, create_run, load_run
 from tasks.curation.custom import load as load_rule
@@ -42,6 +43,7 @@ def check_before_start(config: RunConfig) -> None:
         StoreError: the store does not keep what the records rely on.
     """
     check_model(config)
+    check_packages(config)
     check_rules(config)
     probe(config.store)
     check_workers(config)
@@ -83,6 +85,7 @@ def check_before_resume(run: Run) -> None:
         pids = ", ".join(f"{beat.role} {beat.pid}" for beat in living)
         raise ConfigError(f"run {run.id}: still running here ({pids}); stop it first: rollflow stop {run.id}")
     check_model(run.config)
+    check_packages(run.config)
     check_workers(run.config)
 
 
@@ -99,6 +102,12 @@ def stop_orphans(run: Run) -> None:
         if time.monotonic() > give_up:
             where = ", ".join(f"{beat.role} on {beat.host}" for beat in moving)
             raise ConfigError(f"run {run.id}: still running elsewhere ({where}) although it was asked to stop")
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raise ConfigError when an optional package that the run needs is missing; a cluster has its own."""
+    if not config.orchestration.scheduler:
+        check_backend(config.train.backend)
 
 
 def check_model(config: RunConfig) -> None:

@@ -55,6 +55,7 @@ class _Lockstep:
         self._judge = stack.enter_context(Judge(roles["reward"], self._judged))
         self._curator = Curator(roles["curate"], self._settled)
         self._learner = Learner(roles["train"], self._trained)
+        stack.callback(self._learner.close)
         self._evaluator = Evaluator(roles["evaluate"])
         stack.callback(self._evaluator.close)
         self._evaluations = Log(run.store, "log/eval", Evaluation)

@@ -32,6 +32,10 @@ class Underway:
     reference: Tensor
     cut: Tensor
     """[N] bool, True where the trust region bounded the gradient."""
+    own: Tensor
+    """[N] bool, True where this rank computes."""
+    evidence: str = ""
+    """What this rank was the first to find not finite."""
     sums: dict[str, float] = field(default_factory=dict)
     packed_tokens: int = 0
     norms: list[float] = field(default_factory=list)
@@ -48,7 +52,7 @@ class Underway:
     def begin(cls, data: StepData) -> "Underway":
         """Start a step of which nothing has been computed."""
         unknown = [torch.full_like(data.behavior, torch.nan) for _ in range(6)]
-        return cls(data, *unknown, cut=torch.zeros_like(data.mask))
+        return cls(data, *unknown, cut=torch.zeros_like(data.mask), own=torch.zeros_like(data.mask))
 
     def add(self, name: str, value: float) -> None:
         """Add to a sum over the step."""

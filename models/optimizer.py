@@ -138,16 +138,7 @@ class Optimizer:
         Raises:
             ContractError: it is of another format or another model.
         """
-        if scalars.get("format") != FORMAT:
-            raise ContractError(f"checkpoint: expected format {FORMAT}, got {scalars.get('format')!r}")
-        own = self._tensors()
-        if own.keys() != tensors.keys():
-            odd = sorted(own.keys() ^ tensors.keys())[:4]
-            raise ContractError(f"checkpoint: expected the {len(own)} tensors of this model, but {odd} differ")
-        for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape or tensors[name].dtype != torch.float32:
-                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                raise ContractError(f"checkpoint: {name}: expected float32 {list(tensor.shape)}, got {got}")
+        check_checkpoint({name: tensor.shape for name, tensor in self._tensors().items()}, tensors, scalars)
         self._load(tensors, int(scalars["updates"]))
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
@@ -156,9 +147,7 @@ class Optimizer:
         Raises:
             ContractError: a weight is missing or of another shape.
         """
-        odd = [n for n, p in self.parameters.items() if n not in weights or weights[n].shape != p.shape]
-        if odd:
-            raise ContractError(f"weights: expected every parameter of this model in its shape, but {odd[:4]} differ")
+        check_weights({name: parameter.shape for name, parameter in self.parameters.items()}, weights)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 master, given = self.masters[name], weights[name].to(parameter.device).float()
@@ -187,6 +176,26 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
+
+
+def check_checkpoint(own: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    """Raise ContractError unless a state is of this format and of a model with these tensors."""
+    if scalars.get("format") != FORMAT:
+        raise ContractError(f"checkpoint: expected format {FORMAT}, got {scalars.get('format')!r}")
+    if own.keys() != tensors.keys():
+        odd = sorted(own.keys() ^ tensors.keys())[:4]
+        raise ContractError(f"checkpoint: expected the {len(own)} tensors of this model, but {odd} differ")
+    for name, shape in own.items():
+        if shape != tensors[name].shape or tensors[name].dtype != torch.float32:
+            got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+            raise ContractError(f"checkpoint: {name}: expected float32 {list(shape)}, got {got}")
+
+
+def check_weights(own: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
+    """Raise ContractError unless there is a weight of its shape for every parameter."""
+    odd = [name for name, shape in own.items() if name not in weights or weights[name].shape != shape]
+    if odd:
+        raise ContractError(f"weights: expected every parameter of this model in its shape, but {odd[:4]} differ")
 
 
 def checkpoint_to_bytes(tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> bytes:

@@ -260,6 +260,22 @@ def microbatches(samples: Sequence[Sample], tokens: int) -> list[list[int]]:
     return batches
 
 
+def even_microbatches(samples: Sequence[Sample], tokens: int, ranks: int) -> list[list[int]]:
+    """Split samples as `microbatches` does, into a number that `ranks` divides where it can, of similar sizes."""
+    batches = microbatches(samples, tokens)
+    if ranks == 1 or not samples:
+        return batches
+    wanted = -(-len(batches) // ranks) * ranks
+    prompts = sum(len(samples[members[0]].prompt_ids) for members in _by_prompt(samples))
+    limit = -(-(prompts + sum(len(s.response_ids) for s in samples)) // wanted)
+    while limit < tokens:
+        found = microbatches(samples, limit)
+        if len(found) <= wanted:
+            return found
+        limit += max(limit // 16, 1)
+    return batches
+
+
 def verify_packing(model: PreTrainedModel) -> None:
     """Compare packed and plain log-probabilities on a few short sequences.
 

@@ -1,5 +1,6 @@
 """A sampled response as the trainer takes it, and the way from the rows of a batch to it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +78,40 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
         )
         for row in good_rows(table).tolist()
     ]
+
+
+_ARRAYS = ("prompt_ids", "response_ids", "action_mask", "behavior_logprobs", "policy_versions")
+_REST = ("reward", "ticket", "sample", "temperature", "finish_reason", "components")
+
+
+def groups_to_bytes(groups: Sequence[Sequence[Sample]]) -> bytes:
+    """Return the samples of a step as an Arrow stream, for another process; `groups_from_bytes` gives the same back."""
+    samples = [sample for group in groups for sample in group]
+    rest = [[getattr(sample, name) for name in _REST[:-1]] + [dict(sample.components)] for sample in samples]
+    metadata = {"rest": json.dumps(rest, default=float), "sizes": json.dumps([len(group) for group in groups])}
+    columns = {name: _list_array([getattr(sample, name) for sample in samples]) for name in _ARRAYS}
+    table = pa.table(columns).replace_schema_metadata(metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def groups_from_bytes(body: bytes) -> list[list[Sample]]:
+    """Return the groups of `groups_to_bytes`."""
+    table = pa.ipc.open_stream(body).read_all()
+    metadata = {name.decode(): json.loads(text) for name, text in table.schema.metadata.items()}
+    arrays = [_ragged(table.column(name)) for name in _ARRAYS]
+    samples = iter(
+        Sample(*values, **dict(zip(_REST, rest, strict=True)))
+        for *values, rest in zip(*arrays, metadata["rest"], strict=True)
+    )
+    return [[next(samples) for _ in range(size)] for size in metadata["sizes"]]
+
+
+def _list_array(rows: Sequence[np.ndarray]) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate(rows) if rows else np.zeros(0, np.int32))
 
 
 def _ragged(column: pa.ChunkedArray) -> Sequence[np.ndarray]:

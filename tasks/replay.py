@@ -12,6 +12,7 @@ its own. It names no raw batches, because nobody rolled out for it.
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -148,12 +149,13 @@ class Replay:
             GroupUnusable: a batch is missing, altered or breaks its contract.
         """
         version = 0
-        while version < self.config.steps and (commit := self._commits.read(version := version + 1)) is not None:
-            started = time.monotonic()
-            kept = self.kept_groups(commit)
-            result = self._step([self._groups.read(group) for group in kept], version)
-            self._groups.forget()
-            yield Repeated(commit, kept, result, self.training.digest(), time.monotonic() - started)
+        with closing(self.training):
+            while version < self.config.steps and (commit := self._commits.read(version := version + 1)) is not None:
+                started = time.monotonic()
+                kept = self.kept_groups(commit)
+                result = self._step([self._groups.read(group) for group in kept], version)
+                self._groups.forget()
+                yield Repeated(commit, kept, result, self.training.digest(), time.monotonic() - started)
 
     def _step(self, groups: Sequence[Sequence[Sample]], version: int) -> StepResult:
         if groups:

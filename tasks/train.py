@@ -62,11 +62,11 @@ def run(role: Role) -> None:
         if ledger.newest is not None:
             break
         role.wait("the first version", on=("start",))
-    learner = Learner(role, ledger)
-    if not learner.take_over():
-        return
-    while learner.turn():
-        pass
+    with contextlib.closing(Learner(role, ledger)) as learner:
+        if not learner.take_over():
+            return
+        while learner.turn():
+            pass
     role.check(often=True)
     if not role.is_over:
         role.tell("end")
@@ -118,6 +118,14 @@ class Learner:
             self._role.tell("amend", version=commit.version, error=note)
         self._role.check()
 
+    def close(self) -> None:
+        """Let go of the model, and of the processes that it may live in."""
+        self._training.close()
+
+    def _reload(self) -> None:
+        self.close()
+        self._load()
+
     def take_over(self) -> bool:
         """Announce this trainer; return False when another has announced itself meanwhile."""
         while record := decide_start(self._ledger.state, self._role.writer):
@@ -138,7 +146,7 @@ class Learner:
             self._role.progressed(f"replaced by trainer {move.by}")
             return False
         if isinstance(move, Recover):
-            self._load()
+            self._reload()
         elif isinstance(move, Refuse):
             self._refuse(move.tickets, move.reason, "")
         elif isinstance(move, Train):
@@ -177,7 +185,7 @@ class Learner:
         commit = self._publish(move, result, started, waited_s)
         point("train.before_commit")
         if not self._ledger.append(commit):
-            self._load()  # another trainer's commit has the number: nothing of this step is used
+            self._reload()  # another trainer's commit has the number: nothing of this step is used
             return
         self._held = move.version
         self._groups.forget()

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 import torch
 
-from data_contracts.config import RunConfig
+from data_contracts.config import DeepspeedBackend, RunConfig
 from data_contracts.records import Commit, ObjectRef, PolicyRef
 from infra.crash import point
 from infra.objects import get_object, put_named
 from infra.store import Store
 from models.digest import weights_digest
-from models.policy import build_policy, copy_weights
+from models.policy import build_policy
 from models.samples import Sample
-from models.trainer import StepResult, Trainer, checkpoint_from_bytes, checkpoint_to_bytes
+from models.trainer import StepResult, Trainer
+from tasks.deepspeed_trainer import DeepspeedTrainer
 from tasks.model_files import read_model_files
 from tasks.weights import Weights, publish_delta, publish_full
 
@@ -29,8 +30,13 @@ class Training:
         torch.set_num_threads(config.train.threads)
         self._config = config
         self._dtype = next(iter(weights.values())).dtype
-        policy = build_policy(read_model_files(store), self._dtype, weights)
-        self.trainer = Trainer(policy.model, config.algorithm, config.train, total_steps=config.steps)
+        files = read_model_files(store)
+        backend = config.train.backend
+        if isinstance(backend, DeepspeedBackend):
+            self.trainer: Trainer | DeepspeedTrainer = DeepspeedTrainer(files, weights, config, backend)
+        else:
+            model = build_policy(files, self._dtype, weights).model
+            self.trainer = Trainer(model, config.algorithm, config.train, total_steps=config.steps)
         self._published: Weights = weights
         self._digest = ""
 
@@ -38,8 +44,7 @@ class Training:
         """Take over the state that a commit saved; return False when it saved none."""
         if not commit.checkpoint:
             return False
-        body = get_object(store, commit.checkpoint[0])
-        self.trainer.load_checkpoint(*checkpoint_from_bytes(body))
+        self.trainer.load_checkpoint_bytes(get_object(store, commit.checkpoint[0]))
         return True
 
     def step(self, groups: Sequence[Sequence[Sample]], version: int) -> StepResult:
@@ -48,7 +53,7 @@ class Training:
 
     def weights(self) -> Weights:
         """Return a copy of the weights in the format in which versions are published."""
-        return copy_weights(self.trainer.model, self._dtype)
+        return self.trainer.weights(self._dtype)
 
     def digest(self) -> str:
         """Return the digest of the weights as they would be published now."""
@@ -75,5 +80,9 @@ class Training:
 
     def save_checkpoint(self, store: Store, version: int, writer: str) -> tuple[ObjectRef, ...]:
         """Write optimizer and random state."""
-        body = checkpoint_to_bytes(*self.trainer.checkpoint_state())
+        body = self.trainer.checkpoint_bytes()
         return (put_named(store, f"checkpoint/{version:010d}-{writer}/state.safetensors", body),)
+
+    def close(self) -> None:
+        """End the processes that train, if there are any."""
+        self.trainer.close()

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 
 from data_contracts.trajectory import SCHEMAS, check, make_table
-from models.samples import samples_from_table
+from models.samples import Sample, groups_from_bytes, groups_to_bytes, samples_from_table
 
 PLAIN = {
     pa.int64(): 0,
@@ -59,3 +61,20 @@ def test_error_rows_are_left_out_and_slices_keep_their_rows():
     table = make_table([row(0, prompt_ids=[9]), failed, unscored, row(3, prompt_ids=[8, 8, 8])], "scored")
     assert [s.sample for s in samples_from_table(table)] == [0, 3]
     assert [s.prompt_ids.tolist() for s in samples_from_table(table.slice(2, 2))] == [[8, 8, 8]]
+
+
+def test_groups_are_the_same_in_another_process(make_groups):
+    groups = make_groups(3, 4)
+    groups[1] = [replace(s, components={"b": 0.1, "a": float("nan")}, temperature=0.7) for s in groups[1][:2]]
+    groups.append([])
+    again = groups_from_bytes(groups_to_bytes(groups))
+    assert [len(group) for group in again] == [4, 2, 4, 0]
+    for group, other in zip(groups, again, strict=True):
+        for sample, copy in zip(group, other, strict=True):
+            for name in Sample.__dataclass_fields__:
+                was, now = getattr(sample, name), getattr(copy, name)
+                if isinstance(was, np.ndarray):
+                    assert was.dtype == now.dtype
+                    np.testing.assert_array_equal(was, now)
+                else:
+                    assert repr(was) == repr(now)
