@@ -284,21 +284,22 @@ class RunConfig(Frozen):
         if not isinstance(backend, DeepspeedBackend):
             return
         stage, is_half = backend.zero_stage, isinstance(self.model, LocalModel) and self.model.dtype == "bfloat16"
-        reason = ""
-        if isinstance(algorithm.advantage, Opob):
+        advantage, proximal, reason, instead = algorithm.advantage, algorithm.proximal, "", ""
+        if isinstance(advantage, Opob):
             reason = "algorithm.advantage 'opob' needs each sample's own gradient, which ranks do not have"
         elif algorithm.value is not None:
-            reason = f"algorithm.advantage {algorithm.advantage.type!r} has a value model, which needs a whole policy"
+            reason = f"algorithm.advantage {advantage.type!r} has a value model, which needs a whole policy"
         elif isinstance(algorithm.update, SlowFastUpdate):
             reason = "algorithm.update 'slow_fast' moves weights back, which split weights do not do"
-        elif isinstance(algorithm.proximal, EwmaProximal | SnapshotProximal) and stage == 3:
-            reason = f"algorithm.proximal {algorithm.proximal.type!r} keeps whole weights; set zero_stage 2 or lower"
-        elif isinstance(algorithm.proximal, EwmaProximal) and is_half:
-            reason = "algorithm.proximal 'ewma' averages whole float32 weights; set model.dtype float32"
+        elif isinstance(proximal, EwmaProximal | SnapshotProximal) and stage == 3:
+            reason, instead = f"algorithm.proximal {proximal.type!r} keeps whole weights", "zero_stage 2 or lower"
+        elif isinstance(proximal, EwmaProximal) and is_half:
+            reason, instead = "algorithm.proximal 'ewma' averages whole float32 weights", "model.dtype float32"
         elif stage == 0 and is_half:
-            reason = "zero_stage 0 has no float32 weights beside bfloat16 ones; set zero_stage 1 or higher"
+            reason, instead = "zero_stage 0 has no float32 weights beside bfloat16 ones", "zero_stage 1 or higher"
         if reason:
-            raise ValueError(f"train.backend 'deepspeed': {reason}, or train.backend.type torch")
+            choices = " or ".join([*([instead] if instead else []), "train.backend.type torch"])
+            raise ValueError(f"train.backend 'deepspeed': {reason}; set {choices}")
 
     @property
     def is_deterministic(self) -> bool:

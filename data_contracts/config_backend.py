@@ -18,7 +18,7 @@ class DeepspeedBackend(Frozen):
     watches. Needs the package deepspeed: pip install 'rollflow[deepspeed]'."""
 
     type: Literal["deepspeed"] = "deepspeed"
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: int = Field(default=2, ge=0, le=3)
     """What is split over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     num_processes: int = Field(default=2, gt=0)
     """Ranks of the group."""
