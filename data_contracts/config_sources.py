@@ -109,6 +109,9 @@ class MathEnv(ProblemFile):
     """The gold answer is what follows the last occurrence of this text in its field, as #### in GSM8K."""
     boxed_weight: float = Field(default=0.0, ge=0, lt=1)
     """Share of the reward that is for an answer in \\boxed{}; the rest is for a right answer."""
+    cross_check: bool = False
+    """Compare plain numbers (12, -0.5, 3/4) exactly as well. A response on which the two verifiers differ has no
+    reward, and is counted."""
 
 
 class CodeEnv(ProblemFile):

@@ -108,8 +108,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "verify/errors": ("samples", "of these, samples without a reward: the sample or its verification had failed"),
     "verify/failed/*": (
         "samples",
-        "samples without a reward by kind: sample, timeout, died, not_finite, exception",
+        "samples without a reward by kind: sample, timeout, died, not_finite, disagree, exception",
     ),
+    "verify/unparsed": ("samples", "samples with a reward in which no answer could be read; that is a wrong answer"),
     "verify/failed_samples": ("samples", "of these, samples that came from rollout as failures"),
     "verify/retries": ("count", "verifications tried again after an error or a timeout"),
     "verify/timeouts": ("count", "verifications that took longer than reward.timeout_s"),
@@ -132,6 +133,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "curate/idle": ("fraction", "share of its time that the curation process waited"),
     "curate/refused/*": ("groups", "groups refused by curation for one reason"),
     "curate/left_out/*": ("samples", "samples left out of accepted groups by one rule of curation"),
+    "audit/raw/*": (
+        "of the window",
+        "what the audit found in a window of raw rows: rows, torn, violations, statistics",
+    ),
+    "audit/scored/*": ("of the window", "the same of scored rows"),
+    "audit/curated/*": ("of the window", "the same of rows that were trained on"),
+    "export/audit": ("record", "newest record of log/audit that the exporter has written, by record number"),
     "export/commit": ("version", "newest commit that the exporter has written to the tracking server"),
     "export/evaluation": ("record", "newest record of log/eval that the exporter has written, by record number"),
 }

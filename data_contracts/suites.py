@@ -23,8 +23,19 @@ AuditStage = Literal["raw", "scored", "curated"]
 STAGES: tuple[AuditStage, ...] = ("raw", "scored", "curated")
 Severity = Literal["warn", "stop"]
 
+RAW_FEATURES = {
+    "round_trip_differs": (
+        "0 or 1",
+        "1 when the response's text, encoded again, gives other tokens; looked at in some rows of each batch, else NaN",
+    ),
+}
+"""Features that only stage raw has."""
+
 CURATED_FEATURES = {
-    "staleness": ("versions", "version trained from, less the oldest version that sampled the row's group"),
+    "staleness": (
+        "versions",
+        "version trained from, less the oldest version that sampled for the row's ticket; 0 for copies of groups",
+    ),
     "mismatch_k3": ("nats", "policy/mismatch_k3 of the commit that trained on the row; 0 when it does not tell"),
 }
 """Features that only stage curated has."""
@@ -131,7 +142,7 @@ def check_severities(suites: Sequence[Suite], config: AuditConfig) -> None:
 def columns_of(stage: AuditStage) -> list[str]:
     """Return the features that rows of a stage have."""
     if stage == "raw":
-        return [name for name in FEATURES if name not in SCORED_ONLY]
+        return [*(name for name in FEATURES if name not in SCORED_ONLY), *RAW_FEATURES]
     return [*FEATURES, *(CURATED_FEATURES if stage == "curated" else ())]
 
 

@@ -6,6 +6,7 @@ gives the same bytes, which is what lets an exporter that was killed say it agai
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from pydantic import BaseModel
 
 from data_contracts.config import RunConfig
 from data_contracts.metrics import check_names
-from data_contracts.records import Commit, Control, Curated, Evaluation, Raw, Scored
+from data_contracts.records import Audit, Commit, Control, Curated, Evaluation, Raw, Scored
 
 MAX_VALUE_CHARACTERS = 6000
 COMMIT_MARKER = "export/commit"
 EVALUATION_MARKER = "export/evaluation"
-MARKERS = (COMMIT_MARKER, EVALUATION_MARKER)
+AUDIT_MARKER = "export/audit"
+MARKERS = (COMMIT_MARKER, EVALUATION_MARKER, AUDIT_MARKER)
 HEADLINES = ("eval/accuracy", "eval/reward")
 """Evaluation metrics that decide the champion: the first one that an evaluation has."""
 
@@ -146,6 +148,36 @@ def evaluation_points(number: int, evaluation: Evaluation, *, is_first: bool) ->
     at_ms = _ms(evaluation.at)
     points = _points(evaluation.metrics, evaluation.version, at_ms) if is_first else []
     return [*points, Point(EVALUATION_MARKER, float(number), at_ms, number)]
+
+
+def audit_points(number: int, audit: Audit) -> list[Point]:
+    """Return what the audit found in the window of record `number`, at that number, and the marker, last.
+
+    Raises:
+        ContractError: a name is not declared in data_contracts/metrics.py.
+    """
+    broken = [result for result in audit.results if not result.passed]
+    values = {
+        "rows": float(audit.num_rows),
+        "torn": float(audit.num_torn),
+        "rules": float(len(audit.results)),
+        "violations": float(len(broken)),
+    }
+    values |= {name.replace("/", "."): value for name, value in audit.statistics.items() if math.isfinite(value)}
+    named = {f"audit/{audit.stage}/{name}": value for name, value in values.items()}
+    at_ms = _ms(audit.at)
+    return [*_points(named, number, at_ms), Point(AUDIT_MARKER, float(number), at_ms, number)]
+
+
+def audit_summary(audits: Sequence[Audit]) -> str:
+    """Return in one line what the audit has found so far, for a tag."""
+    broken: dict[str, int] = {}
+    for audit in audits:
+        for result in audit.results:
+            if not result.passed:
+                broken[result.rule] = broken.get(result.rule, 0) + 1
+    told = ", ".join(f"{rule} {count}" for rule, count in sorted(broken.items(), key=lambda item: (-item[1], item[0])))
+    return shorten(f"{len(audits)} windows, {sum(broken.values())} violations" + (f": {told}" if told else ""), 500)
 
 
 def _points(values: Mapping[str, float], step: int, at_ms: int) -> list[Point]:

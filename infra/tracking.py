@@ -30,7 +30,7 @@ from typing import Generic, TypeVar
 
 from data_contracts.config import RunConfig
 from data_contracts.errors import ConfigError, ProtocolError, ServiceError
-from data_contracts.records import Commit, Control, Evaluation, Record
+from data_contracts.records import Audit, Commit, Control, Evaluation, Record
 from infra import history, settings
 from infra.history import Point
 from infra.log import Log
@@ -108,6 +108,7 @@ class Exporter:
         self._windows = Windows(store)
         self._control = Cached(Log(store, "log/control", Control))
         self._evaluations = Cached(Log(store, "log/eval", Evaluation))
+        self._audits = Cached(Log(store, "log/audit", Audit))
         self._model_name = history.model_name(config)
         self._params = history.flatten(config)
         self._tags = _run_tags(store.url, run_id, packages or {}, flow_run_id, flow_run_url) | dict(tags or {})
@@ -121,7 +122,7 @@ class Exporter:
         return f"{self.uri}/#/experiments/{self._experiment}/runs/{self._mlflow_run_id}" if self._mlflow_run_id else ""
 
     def export_available(self) -> int:
-        """Bring MLflow up to the records that exist now; return how many commits and evaluations were new to it.
+        """Bring MLflow up to the records that exist now; return how many of them were new to it.
 
         Raises:
             ServiceError: the server does not answer (within about ten seconds) or refuses; call again later.
@@ -136,8 +137,9 @@ class Exporter:
             self._describe(run)
             num_commits = self._export_commits(run)
             num_evaluations = self._export_evaluations(run)
+            num_audits = self._export_audits(run)
             self._export_state(run, state)
-        return num_commits + num_evaluations
+        return num_commits + num_evaluations + num_audits
 
     # The run
 
@@ -358,6 +360,25 @@ class Exporter:
         if decisive is not None:
             self._crown(version, *decisive)
         return version.source.removeprefix("models:/") if version.source else None
+
+    # Data quality
+
+    def _export_audits(self, run: Run) -> int:
+        """Write what the audit found, window by window: numbers, the whole record as JSON, and a summary as a tag."""
+        audits = self._audits.read()
+        first = _next_number(run, history.AUDIT_MARKER)
+        pending: list[Point] = []
+        for number, audit in enumerate(audits[first:], start=first):
+            points = history.audit_points(number, audit)
+            if len(pending) + len(points) > MAX_METRICS_PER_CALL:
+                self._log_points(run, pending)
+                pending = []
+            self._client.log_text(run.info.run_id, audit.model_dump_json(indent=1), f"data_quality/{number:010d}.json")
+            pending += points
+        self._log_points(run, pending)
+        if audits[first:]:
+            self._client.set_tag(run.info.run_id, "rollflow.data_quality", history.audit_summary(audits))
+        return max(0, len(audits) - first)
 
     def _crown(self, version: ModelVersion, key: str, value: float) -> None:
         """Make `version` the champion if it is strictly better than the one there is."""

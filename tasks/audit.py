@@ -32,7 +32,8 @@ from data_contracts.suites import (
     statistics_of,
 )
 from infra.log import Log
-from tasks.audit_rows import read_new
+from tasks.audit_rows import RoundTrip, read_new
+from tasks.model_files import read_model_files
 from tasks.role import Role
 
 ARTIFACT_EVERY_S = 15.0
@@ -78,6 +79,7 @@ class Auditor:
         self._constants = constants_of(role.config)
         self._log = Log(role.store, "log/audit", Audit)
         self._validator = None
+        self._tokenizer_says: RoundTrip | None = None
         self._shown_at = float("-inf")
         self._begin()
 
@@ -99,7 +101,7 @@ class Auditor:
         """
         found = False
         for stage in STAGES:
-            for looked in read_new(self._role.store, stage, self._read):
+            for looked in read_new(self._role.store, stage, self._read, self._round_trip):
                 found = True
                 window = self._windows[stage]
                 window.tables += looked.tables
@@ -155,6 +157,13 @@ class Auditor:
         self._stop_if_asked(record)
         self.show()
         return True
+
+    def _round_trip(self, responses: Sequence[Sequence[int]]) -> list[bool]:
+        if self._tokenizer_says is None:
+            from tasks.prompts import make_round_trip, tokenizer_from_files  # seconds to import: not before it is asked
+
+            self._tokenizer_says = make_round_trip(tokenizer_from_files(read_model_files(self._role.store)))
+        return self._tokenizer_says(responses)
 
     def _validate(self, table: pa.Table, checks: list[Check]) -> list[RuleResult]:
         if self._validator is None:

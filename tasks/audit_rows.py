@@ -3,7 +3,7 @@
 raw and scored: every row of every batch. curated: the rows that commits trained on, with their staleness.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +19,11 @@ from infra.objects import get_batch
 from infra.store import Store
 
 R = TypeVar("R", Raw, Scored, Commit)
+ROUND_TRIPS = 16
+"""Rows of a batch whose text is encoded again."""
+
+RoundTrip = Callable[[Sequence[Sequence[int]]], list[bool]]
+"""Responses to whether the text of each, encoded again, gives other tokens."""
 MISMATCH = "policy/mismatch_k3"
 
 
@@ -34,7 +39,9 @@ class Looked(NamedTuple):
     """Rows from which no features can be derived, those of unreadable batches included."""
 
 
-def read_new(store: Store, stage: AuditStage, positions: dict[str, int]) -> Iterator[Looked]:
+def read_new(
+    store: Store, stage: AuditStage, positions: dict[str, int], round_trip: RoundTrip | None = None
+) -> Iterator[Looked]:
     """Yield the records of a stage from `positions` (log path to number, 0 where it is not named) on."""
     if stage == "curated":
         for number, commit in _records(store, "log/commit", Commit, positions):
@@ -50,6 +57,8 @@ def read_new(store: Store, stage: AuditStage, positions: dict[str, int]) -> Iter
                 yield Looked(path, number, [], 0 if record.batch is None else record.batch.num_rows)
                 continue
             rows, num_torn = derive(table, stage)
+            if stage == "raw":
+                rows = rows.append_column("round_trip_differs", pa.array(round_trips(table, rows.num_rows, round_trip)))
             yield Looked(path, number, [rows] if rows.num_rows else [], num_torn)
 
 
@@ -59,6 +68,15 @@ def derive(table: pa.Table, stage: Stage) -> tuple[pa.Table, int]:
     num_torn = int(np.sum(~intact))
     whole = table if not num_torn else table.filter(pa.array(intact))
     return features.derive(whole, stage), num_torn
+
+
+def round_trips(table: pa.Table, num_rows: int, differs: RoundTrip | None) -> np.ndarray:
+    """Return [num_rows] float64: 1 where the text of a response gives other tokens, NaN for rows not looked at."""
+    found = np.full(num_rows, np.nan)
+    if differs is not None and num_rows == table.num_rows:  # rows of a torn batch are under suspicion already
+        responses = table.column("response_ids").slice(0, ROUND_TRIPS).to_pylist()
+        found[: len(responses)] = differs(responses)
+    return found
 
 
 def trained_rows(store: Store, commit: Commit) -> tuple[list[pa.Table], int]:

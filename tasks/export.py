@@ -5,8 +5,10 @@ the run nothing; the exporter catches up by itself, and every point is there onc
 """
 
 import os
+import time
 
 from data_contracts.records import Control, Evaluation
+from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.runs import load_run
 from infra.tracking import Exporter, export_loop
@@ -30,15 +32,19 @@ def run(role: Role) -> None:
     evaluations = Log(role.store, "log/eval", Evaluation)
     control = Log(role.store, "log/control", Control)
     closed = False
+    over_since: float | None = None
 
     def is_over() -> bool:
-        nonlocal closed
+        nonlocal closed, over_since
         closed = closed or _is_closed(control)
         if not closed:
             role.check()
             return False
         if not role.is_over or run.replay_of:  # a replay has evaluated what it wanted to before it ended
             return True
+        over_since = over_since or time.monotonic()
+        if _audits_still(role) and time.monotonic() - over_since < role.config.tracking.drain_s:
+            return False  # its last windows are judged when the run is over
         last = evaluations.last()
         return last is not None and last.version >= role.config.steps
 
@@ -50,6 +56,12 @@ def run(role: Role) -> None:
         poll_s=role.config.tracking.poll_s,
         drain_s=role.config.tracking.drain_s,
     )
+
+
+def _audits_still(role: Role) -> bool:
+    """Return whether an audit process is at work, as far as its heartbeat tells."""
+    beats = read_heartbeats(role.store, "audit")
+    return any(not beat.done and beat.writer not in role.dead_writers for beat in beats)
 
 
 def _is_closed(control: Log[Control]) -> bool:

@@ -94,6 +94,25 @@ def make_decoder(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str
     return decode
 
 
+def make_round_trip(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[bool]]:
+    """Return the function that tells of many responses whether the text of each, encoded again, gives other tokens.
+
+    Special tokens are left out on both sides. For measuring alone: nothing that is trained on is encoded again.
+    """
+    special = set(tokenizer.all_special_ids)
+    decode = make_decoder(tokenizer)
+
+    def differs(responses: Sequence[Sequence[int]]) -> list[bool]:
+        texts = decode(responses)
+        again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [
+            [token for token in ids if token not in special] != [token for token in new if token not in special]
+            for ids, new in zip(responses, again, strict=True)
+        ]
+
+    return differs
+
+
 def plain_examples(
     envs: Envs, tokenizer: Any, *, num_held_out: int, limit: int
 ) -> tuple[Callable[[int], tuple[list[int], list[int]]], list[tuple[list[int], list[int]]]]:

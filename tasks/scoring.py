@@ -15,7 +15,7 @@ from data_contracts.config import OverlongPenalty, RewardConfig
 from data_contracts.trajectory import add_columns
 from tasks.envs.protocol import Env, Prompt, Score
 from tasks.envs.registry import Envs
-from tasks.verify import Counts, Job, Outcome, VerifierPool, attempt, judge
+from tasks.verify import DISAGREE, Counts, Job, Outcome, VerifierPool, attempt, judge
 
 Found = tuple[Env, Prompt] | str
 """What a prompt id stands for, or why that cannot be said."""
@@ -25,6 +25,7 @@ _KINDS = {
     "verification took longer": "timeout",
     "verifier process died": "died",
     "verifier gave": "not_finite",
+    DISAGREE: "disagree",
 }
 """How a reason begins, to what kind it is of; all others are exceptions of a verifier."""
 
@@ -99,9 +100,13 @@ def score(
 
 
 def count_errors(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return how many samples have no reward, by kind: verify/failed/sample, timeout, died, not_finite or exception."""
+    """Return how many samples have no reward, by kind: verify/failed/sample, timeout, died, not_finite, disagree or
+    exception; and how many of those that have one gave no answer that could be read (verify/unparsed).
+    """
     found: dict[str, float] = {}
     for outcome in outcomes:
+        if isinstance(outcome, Score) and 0.0 in (outcome.components.get(name) for name in ("parsed", "answered")):
+            found["verify/unparsed"] = found.get("verify/unparsed", 0.0) + 1
         if isinstance(outcome, str):
             kind = next((kind for start, kind in _KINDS.items() if outcome.startswith(start)), "exception")
             found[f"verify/failed/{kind}"] = found.get(f"verify/failed/{kind}", 0.0) + 1
@@ -224,7 +229,7 @@ def checked(outcome: Outcome) -> Outcome:
 def _judge_here(env: Env, prompt: Prompt, job: Job, max_retries: int, counts: Counts) -> Outcome:
     outcome = attempt(lambda: judge(env, prompt, job))
     for _ in range(max_retries):
-        if isinstance(outcome, Score):
+        if isinstance(outcome, Score) or outcome.startswith(DISAGREE):
             break
         counts.retries += 1
         outcome = attempt(lambda: judge(env, prompt, job))

@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from pydantic import TypeAdapter
 
 from data_contracts.config import EnvConfig
-from data_contracts.errors import RollflowError, ServiceError
+from data_contracts.errors import ContractError, RollflowError, ServiceError
 from tasks.envs.protocol import Env, Prompt, Score
 from tasks.envs.registry import Envs, build_envs
 
@@ -47,6 +47,9 @@ class Job(NamedTuple):
 
 Outcome = Score | str
 """A score, or why there is none."""
+
+DISAGREE = "verifiers disagree"
+"""How the reason begins where two verifiers differ: they would again, so it is not tried again."""
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ class VerifierPool:
 
         def settle(number: int, answer: Score | str) -> None:
             attempts[number] += 1
-            if isinstance(answer, str) and attempts[number] <= self._max_retries:
+            if isinstance(answer, str) and attempts[number] <= self._max_retries and not answer.startswith(DISAGREE):
                 counts.retries += 1
                 waiting.append(number)
             else:
@@ -255,8 +258,15 @@ def attempt(function: Callable[[], T]) -> T | str:
 
 
 def judge(env: Env, prompt: Prompt, job: Job) -> Score:
-    """Judge one response in this process, with plain floats as numbers."""
+    """Judge one response in this process, with plain floats as numbers.
+
+    Raises:
+        ContractError: the env's two verifiers disagree.
+    """
     given = env.score(prompt, job.response_text, job.response_ids)
+    second = env.second_opinion(prompt, job.response_text, job.response_ids)
+    if second is not None and not abs(second - given.reward) <= env.tolerance:
+        raise ContractError(f"{DISAGREE}: {env.verifier} gave {given.reward:g}, the second one {second:g}")
     return Score(float(given.reward), {str(name): float(value) for name, value in given.components.items()})
 
 

@@ -5,6 +5,8 @@ An answer that cannot be parsed is a wrong one, and is counted by the component 
 
 import importlib.metadata
 import logging
+import re
+from fractions import Fraction
 
 from math_verify import parse, verify
 
@@ -15,6 +17,9 @@ from tasks.envs.protocol import Env, Prompt, Score
 # The package's own time limits are alarms, which would switch off that of the process that verifies (tasks/verify.py
 # kills it when it hangs); without them it warns at every call.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+_PLAIN = re.compile(r"[-+]?\d+(\.\d+|/0*[1-9]\d*)?")
 
 
 class Mathematics(Env):
@@ -58,6 +63,17 @@ class Mathematics(Env):
         reward = (1 - share) * correct + share * boxed
         return Score(reward, {"correct": correct, "boxed": boxed, "parsed": parsed})
 
+    def second_opinion(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float | None:
+        """Return the reward by exact comparison, where both answers are plain numbers and the config asks for it."""
+        box = _BOX.findall(response_text)
+        if not self._config.cross_check or not box:
+            return None
+        gold, given = _number(prompt.answer), _number(box[-1])
+        if gold is None or given is None:
+            return None
+        share = self._config.boxed_weight
+        return (1 - share) * float(gold == given) + share
+
     def gold_response(self, prompt: Prompt) -> str:
         """Return the gold answer in a box."""
         return _boxed(prompt.answer)
@@ -68,6 +84,12 @@ class Mathematics(Env):
             answer = answer.rpartition(self._config.answer_after)[2]
         question = self._config.instruction + str(problem[self._config.question])
         return Prompt(prompt_id, question, answer.strip())
+
+
+def _number(text: str) -> Fraction | None:
+    """Return the number that a text plainly is, None for anything else."""
+    plain = text.strip().replace(",", "")
+    return Fraction(plain) if _PLAIN.fullmatch(plain) else None
 
 
 def _boxed(answer: str) -> str:

@@ -70,6 +70,8 @@ class Env(ABC):
     """Held-out prompts."""
     needs_timeout: bool = True
     """Whether a verification may hang: then it runs in a process that can be killed."""
+    tolerance: float = 0.0
+    """By how much a second verifier's reward may differ before the two disagree."""
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
@@ -88,6 +90,14 @@ class Env(ABC):
             response_text: decoded without special tokens.
             response_ids: the response's tokens.
         """
+
+    def second_opinion(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float | None:
+        """Return the reward that another verifier gives; None where the env has none, or it cannot tell.
+
+        Where the two differ by more than `tolerance` the response has no reward: nobody knows which one is right. It
+        is counted by itself and not tried again.
+        """
+        return None
 
     def gold_response(self, prompt: Prompt) -> str:
         """Return a response that must score 1."""
@@ -156,6 +166,12 @@ class Env(ABC):
         if gold != GOLD_REWARD:
             raise ConfigError(
                 f"env {self.name}, prompt {prompt.id}: expected gold answer {prompt.answer!r} to score 1, got {gold}"
+            )
+        second = self.second_opinion(prompt, self.gold_response(prompt), [])
+        if second is not None and abs(second - gold) > self.tolerance:
+            raise ConfigError(
+                f"env {self.name}, prompt {prompt.id}: expected both verifiers to give gold answer {prompt.answer!r} "
+                f"1, the second gives {second}"
             )
         wrong = self.score(prompt, self.wrong_response(prompt), []).reward
         if not wrong < GOLD_REWARD:

@@ -23,7 +23,7 @@ import pytest
 
 from data_contracts.config import EvaluateConfig, RunConfig, TrackingConfig
 from data_contracts.errors import ConfigError, ContractError, ProtocolError, ServiceError
-from data_contracts.records import Commit, Control, Curated, Evaluation
+from data_contracts.records import Audit, Commit, Control, Curated, Evaluation, RuleResult
 from infra import services
 from infra.log import Log
 from infra.store import Store, open_store
@@ -68,6 +68,13 @@ class Recorded:
         log = Log(self.store, "log/control", Control)
         log.append(log.tail(), Control.model_validate({"writer": "s", "kind": kind, "at": 4.0, **fields}))
 
+    def audit(self, stage: str, *, passed: bool, **statistics: float) -> None:
+        log = Log(self.store, "log/audit", Audit)
+        result = RuleResult(rule="reward_level", severity="warn", passed=passed, expected="0 to 1", observed="2")
+        fields = {"writer": "a", "num_rows": 64, "covers": {}, "at": 6.0}
+        record = Audit.model_validate(fields | {"stage": stage, "results": (result,), "statistics": statistics})
+        log.append(log.tail(), record)
+
     def short_run(self) -> None:
         self.control("start")
         self.commit(4)
@@ -80,6 +87,8 @@ class Recorded:
         self.evaluate(0, 0.2)
         self.evaluate(4, 0.9)
         self.evaluate(6, 0.7)
+        self.audit("scored", passed=True, **{"reward/mean": 0.5, "reward/std": float("nan")})
+        self.audit("scored", passed=False, **{"reward/mean": 2.0})
         self.control("end")
 
 
@@ -298,6 +307,20 @@ def test_records_arrive_as_they_are_written(scene: Scene, recorded: Recorded):
     recorded.evaluate(1, 0.5)
     assert exporter.export_available() == 2
     assert scene.points("export/commit") == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_what_the_audit_found_is_told_window_by_window(scene: Scene, recorded: Recorded):
+    recorded.whole_run()
+    exporter = scene.exporter(recorded)
+    exporter.export_available()
+    assert scene.points("audit/scored/reward.mean") == [(0, 0.5), (1, 2.0)]
+    assert scene.points("audit/scored/violations") == [(0, 0.0), (1, 1.0)]
+    assert scene.points("audit/scored/reward.std") == []
+    assert scene.tag("rollflow.data_quality") == "2 windows, 1 violations: reward_level 1"
+    assert '"observed": "2"' in scene.held()["files"]["data_quality/0000000001.json"]
+    recorded.audit("raw", passed=True)
+    assert exporter.export_available() == 1
+    assert scene.points("audit/raw/rows") == [(2, 64.0)]
 
 
 def test_a_stopped_run_waits_for_its_resume(scene: Scene, recorded: Recorded):

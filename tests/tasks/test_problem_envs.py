@@ -83,6 +83,19 @@ def test_mathematical_answers_are_compared_by_what_they_mean(
     assert score.reward == 0.75 * correct + 0.25 * boxed
 
 
+def test_plain_numbers_can_be_compared_exactly_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "close.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": f"{i}.5"}) + "\n" for i in range(40)))
+    env = make(MathEnv(path=str(path), cross_check=True))
+    prompt = env.prompt(0)
+    env.validate()
+    assert env.second_opinion(prompt, env.gold_response(prompt), []) == 1.0
+    assert env.second_opinion(prompt, f"\\boxed{{{prompt.answer}0001}}", []) == 0.0
+    assert env.second_opinion(prompt, "\\boxed{\\sqrt{2}}", []) is None, "no plain number"
+    assert env.second_opinion(prompt, prompt.answer, []) is None, "no box"
+    assert make(MathEnv(path=str(path))).second_opinion(prompt, env.gold_response(prompt), []) is None
+
+
 def test_math_is_judged_in_processes_that_can_be_killed(tmp_path: Path) -> None:
     envs = build_envs([MathEnv(path=math_file(tmp_path))], seed=0)
     prompt = envs.prompt_for(0)

@@ -10,7 +10,14 @@ from data_contracts.errors import ConfigError
 from models.tiny import build_tokenizer
 from tasks.envs.protocol import Prompt
 from tasks.envs.registry import build_envs
-from tasks.prompts import encode_prompt, load_tokenizer, make_decoder, plain_examples, tokenizer_from_files
+from tasks.prompts import (
+    encode_prompt,
+    load_tokenizer,
+    make_decoder,
+    make_round_trip,
+    plain_examples,
+    tokenizer_from_files,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -144,3 +151,11 @@ def test_encoding_prompts_needs_no_torch(tmp_path):
     )
     build_tokenizer("0123456789\n").save_pretrained(tmp_path)
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+
+
+def test_a_response_that_its_own_text_would_not_give_is_noticed():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    differs = make_round_trip(fast)
+    assert differs([[0, 3], [2], [0, 1, 3], []]) == [False, False, True, False]

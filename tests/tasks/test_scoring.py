@@ -66,7 +66,16 @@ class Trial(Env):
             return Score(np.float32(0.25), {"length": np.int64(len(response_ids))})
         if what == "8":
             return Score(0.0, {"pid": os.getpid()})
+        if what == "+":
+            with (self.folder / "judged").open("a") as file:
+                file.write("x")
+            return Score(1.0, {"parsed": 1.0})
+        if what == "-":
+            return Score(0.0, {"parsed": 0.0})
         return Score(float(response_text == prompt.answer), {"correct": float(response_text == prompt.answer)})
+
+    def second_opinion(self, prompt, response_text, response_ids):
+        return 0.0 if response_text[:1] == "+" else None
 '''
 
 TOKENIZER = build_tokenizer(TinyModel().characters)
@@ -359,3 +368,16 @@ def test_missing_rewards_are_counted_by_kind():
     kinds = {"sample": 1, "timeout": 1, "died": 1, "not_finite": 1, "exception": 2}
     assert count_errors(outcomes) == {f"verify/failed/{kind}": count for kind, count in kinds.items()}
     check_names(count_errors(outcomes))
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_verifiers_that_disagree_give_no_reward_and_are_not_asked_again(trial, tmp_path, in_process):
+    envs = trial(in_process=in_process)
+    scored = score(raw([("trial/0", "+", ""), ("trial/1", "-", ""), ("trial/2", "2", "")]), envs, DECODE, FAST)
+    assert column(scored, "reward_error") == ["verifiers disagree: trial@2 gave 1, the second one 0", "", ""]
+    assert math.isnan(column(scored, "reward")[0])
+    assert scored.metrics["verify/failed/disagree"] == 1.0
+    assert scored.metrics["verify/unparsed"] == 1.0
+    assert scored.metrics["verify/retries"] == 0.0
+    assert (tmp_path / "judged").read_text() == "x"
+    check_names(scored.metrics)
