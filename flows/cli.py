@@ -102,7 +102,35 @@ def query(
     parquet: Annotated[Path | None, typer.Option(help="Write the answer to this Parquet file.")] = None,
     rows: Annotated[int, typer.Option(help="Rows that are printed.")] = 50,
 ) -> None:
-    """Ask a run in SQL: every trajectory, what became of it, and every version. infra/query.py has examples."""
+    """Ask a run in SQL: every trajectory, what became of it, and every version.
+
+    \b
+    trajectories, one row per scored response:
+      ticket, attempt, sample, prompt_id, env, seed, prompt_ids, response_ids,
+      action_mask, behavior_logprobs, policy_versions, used_versions,
+      used_digests, finish_reason, error, temperature, top_p, top_k,
+      max_new_tokens, engine, dtype, queued_at, started_at, finished_at,
+      response_text, reward, reward_names, reward_values, verifier, reward_error,
+      batch, length, verdict, drop_reason, trained_version, staleness,
+      source_ticket
+    tickets, one row per ticket:
+      ticket, attempts, verdict, drop_reason, trained_version, prompt_id,
+      reward_mean
+    commits, one row per version:
+      version, status, at, num_groups, num_tokens, digest, has_checkpoint, and
+      every metric by its name, in quotes: "reward/mean"
+    evaluations, one row per evaluation:
+      version, at, and every metric by its name
+
+    \b
+    rollflow query RUN "SELECT prompt_id, trained_version, avg(reward)
+      FROM trajectories GROUP BY ALL ORDER BY ALL"
+    rollflow query RUN "SELECT drop_reason, length, count(*) FROM trajectories
+      WHERE drop_reason IS NOT NULL GROUP BY ALL"
+    rollflow query RUN "DESCRIBE commits"
+
+    infra/query.py has more, and as_dask for runs that do not fit into memory.
+    """
     from flows import query
     from infra.runs import find_run
 

@@ -7,7 +7,8 @@ Removed is only what no commit, no replay, no recovery and no promotion needs:
 - with `weights`: published weights of versions that are neither the first nor the last, have no checkpoint, were or
   will be neither evaluated nor registered, are not after the last checkpoint, and are no base of a version that stays.
 
-Records, batches that records name, checkpoints and quarantine always stay: a replay gives the same bits afterwards.
+Records (the log of the audit among them), batches that records name (so those that later tickets use again),
+curriculum states that commits name, checkpoints and quarantine always stay: a replay gives the same bits afterwards.
 """
 
 from collections.abc import Iterable
@@ -89,7 +90,9 @@ def remove(store: Store, removables: Iterable[Removable]) -> int:
 def _named(store: Store, commits: Iterable[Commit]) -> Iterable[str]:
     """Yield the key of every object that any record names."""
     for commit in commits:
-        yield from (group.batch.key for group in commit.consumed)
+        for consumed in commit.consumed:
+            yield consumed.batch.key
+            yield from (joined.batch.key for joined in consumed.group.joined)
         for reference in (*commit.weights.objects, *(commit.checkpoint or ()), commit.curriculum, commit.snapshot):
             if isinstance(reference, ObjectRef):
                 yield reference.key

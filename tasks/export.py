@@ -9,10 +9,12 @@ import time
 
 from data_contracts.records import Control, Evaluation
 from infra.heartbeats import read_heartbeats
+from infra.history import run_state
 from infra.log import Log
 from infra.runs import load_run
 from infra.tracking import Exporter, export_loop
 from tasks.role import Role
+from tasks.supervise import is_alive, is_local
 
 
 def run(role: Role) -> None:
@@ -31,22 +33,23 @@ def run(role: Role) -> None:
     )
     evaluations = Log(role.store, "log/eval", Evaluation)
     control = Log(role.store, "log/control", Control)
-    closed = False
     over_since: float | None = None
 
     def is_over() -> bool:
-        nonlocal closed, over_since
-        closed = closed or _is_closed(control)
-        if not closed:
+        nonlocal over_since
+        if over_since is None and not run_state(control.read_from(0)).is_over:
             role.check()
             return False
-        if not role.is_over or run.replay_of:  # a replay has evaluated what it wanted to before it ended
-            return True
         over_since = over_since or time.monotonic()
-        if _audits_still(role) and time.monotonic() - over_since < role.config.tracking.drain_s:
-            return False  # its last windows are judged when the run is over
+        # A stopped run goes on later, and a replay has evaluated what it wanted to before it ended.
+        if run.replay_of or run_state(control.read_from(0)).kind != "ended":
+            return True
+        # The audit judges its last windows, and the last version is evaluated, when the run is over.
+        if _is_at_work(role, "audit") and time.monotonic() - over_since < role.config.tracking.drain_s:
+            return False
         last = evaluations.last()
-        return last is not None and last.version >= role.config.steps
+        is_evaluated = last is not None and last.version >= role.config.steps
+        return is_evaluated or not _is_at_work(role, "evaluate")
 
     export_loop(
         exporter,
@@ -58,14 +61,7 @@ def run(role: Role) -> None:
     )
 
 
-def _audits_still(role: Role) -> bool:
-    """Return whether an audit process is at work, as far as its heartbeat tells."""
-    beats = read_heartbeats(role.store, "audit")
-    return any(not beat.done and beat.writer not in role.dead_writers for beat in beats)
-
-
-def _is_closed(control: Log[Control]) -> bool:
-    """Return whether the run has ended, stopped or failed since its last start."""
-    kinds = [record.kind for record in control.read_from(0)]
-    since = len(kinds) - kinds[::-1].index("start") if "start" in kinds else 0
-    return any(kind in ("stop", "end", "fail") for kind in kinds[since:])
+def _is_at_work(role: Role, name: str) -> bool:
+    """Return whether a process of that role goes on, as far as its heartbeat tells."""
+    beats = [beat for beat in read_heartbeats(role.store, name) if not beat.done]
+    return any(beat.writer not in role.dead_writers and (not is_local(beat) or is_alive(beat)) for beat in beats)

@@ -7,11 +7,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 import infra.query
 from data_contracts import trajectory
 from data_contracts.errors import ConfigError
 from data_contracts.records import Commit, Curated, GroupRef, Refused, Scored, Verdict
+from flows.cli import app
 from flows.query import query
 from infra.log import Log
 from infra.objects import get_batch, put_batch
@@ -193,3 +195,12 @@ def test_records_are_seen_as_they_were_when_the_run_was_opened(finished: Run) ->
         assert questions.ask("SELECT count(*) FROM trajectories WHERE ticket >= 900").read_all().to_pylist() == [
             {"count_star()": 0}
         ]
+
+
+def test_the_help_names_every_table_and_column(finished: Run) -> None:
+    told = CliRunner().invoke(app, ["query", "--help"]).output
+    with Questions(finished.store) as questions:
+        for table in ("trajectories", "tickets", "commits", "evaluations"):
+            assert f"{table}, one row per" in told
+            columns = [row["column_name"] for row in questions.ask(f"DESCRIBE {table}").read_all().to_pylist()]
+            assert [name for name in columns if "/" not in name and not re.search(rf"\b{name}\b", told)] == []
