@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pyarrow as pa
@@ -81,13 +81,13 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
 
 
 _ARRAYS = ("prompt_ids", "response_ids", "action_mask", "behavior_logprobs", "policy_versions")
-_REST = ("reward", "ticket", "sample", "temperature", "finish_reason", "components")
+_REST = tuple(field.name for field in fields(Sample) if field.name not in _ARRAYS)
 
 
 def groups_to_bytes(groups: Sequence[Sequence[Sample]]) -> bytes:
     """Return the samples of a step as an Arrow stream, for another process; `groups_from_bytes` gives the same back."""
     samples = [sample for group in groups for sample in group]
-    rest = [[getattr(sample, name) for name in _REST[:-1]] + [dict(sample.components)] for sample in samples]
+    rest = [[_plain(getattr(sample, name)) for name in _REST] for sample in samples]
     metadata = {"rest": json.dumps(rest, default=float), "sizes": json.dumps([len(group) for group in groups])}
     columns = {name: _list_array([getattr(sample, name) for sample in samples]) for name in _ARRAYS}
     table = pa.table(columns).replace_schema_metadata(metadata)
@@ -107,6 +107,10 @@ def groups_from_bytes(body: bytes) -> list[list[Sample]]:
         for *values, rest in zip(*arrays, metadata["rest"], strict=True)
     )
     return [[next(samples) for _ in range(size)] for size in metadata["sizes"]]
+
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _list_array(rows: Sequence[np.ndarray]) -> pa.ListArray:

@@ -65,7 +65,9 @@ def test_error_rows_are_left_out_and_slices_keep_their_rows():
 
 def test_groups_are_the_same_in_another_process(make_groups):
     groups = make_groups(3, 4)
-    groups[1] = [replace(s, components={"b": 0.1, "a": float("nan")}, temperature=0.7) for s in groups[1][:2]]
+    groups[1] = [
+        replace(s, components={"b": 0.1, "a": float("nan")}, temperature=0.7, max_age=3) for s in groups[1][:2]
+    ]
     groups.append([])
     again = groups_from_bytes(groups_to_bytes(groups))
     assert [len(group) for group in again] == [4, 2, 4, 0]
