@@ -24,7 +24,10 @@ from tasks.supervise import Supervisor
 from tasks.train import Learner
 
 MAX_TURNS = 10_000
-"""A step that takes more turns of a role than this does not come to an end."""
+"""A group that takes more turns of sampling than this does not come to an end."""
+
+MAX_WAITS = 200
+"""Training has everything before it begins: if it waits this often, something is missing that nobody will bring."""
 
 
 def run_in_lockstep(run: Run) -> Iterator[int]:
@@ -82,16 +85,16 @@ class _Lockstep:
     def _roll_out(self) -> None:
         """Sample all that the newest version admits."""
         for _ in range(MAX_TURNS * self._run.config.groups_per_step):
-            claims = self._sampled.state.next["claim"]
+            was_idle, claims = self._worker.is_idle, self._sampled.state.next["claim"]
             self._worker.turn()
-            # What does not fit into the slots at once is claimed later: idle is not yet done.
-            if self._worker.is_idle and self._sampled.state.next["claim"] == claims:
+            # What does not fit into the slots at once is claimed later: done is who was idle and claims nothing.
+            if was_idle and self._worker.is_idle and self._sampled.state.next["claim"] == claims:
                 return
         raise ProtocolError("rollout does not come to an end")
 
     def _train_once(self) -> None:
         before = self._trained.state.version
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_WAITS):
             self._learner.turn()
             if self._trained.state.version > before:
                 return
