@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: run test check lint test-slow bench clean up down
+S3_TESTS := $(addprefix tests/infra/test_,store.py store_s3.py store_faults.py log.py objects.py probe.py) \
+	tests/flows/test_s3_run.py
+
+.PHONY: run test check lint test-slow test-ceph bench clean up down
 
 $(READY): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +34,9 @@ check: lint test
 
 test-slow: $(READY)  ## minutes: downloads a real model, kills real runs at many moments
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-ceph: $(READY)  ## the store, its records and short runs on a Ceph gateway out of Debian packages (66 MB, once)
+	ROLLFLOW_TEST_S3=ceph $(BIN)/python -m pytest -m "not gpu" $(S3_TESTS)
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run

@@ -279,6 +279,8 @@ class Fold:
                 return f"{self._role_of(record.target)} process {record.target}".strip()
             case "full_weights":
                 return f"{record.role} asks for version {record.version}"
+            case "weights":
+                return f"version {record.version} in full"
             case "fail":
                 return f"{record.role}: {record.error}"
             case _:

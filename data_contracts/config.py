@@ -47,7 +47,7 @@ from data_contracts.config_sources import (
     TinyModel,
 )
 from data_contracts.curriculum_config import AeroSampler, CurriculumConfig, PilotCommitSampler
-from data_contracts.frozen import Frozen
+from data_contracts.frozen import Address, Frozen
 
 __all__ = [
     "AdaptiveStaleness",
@@ -178,7 +178,7 @@ class RunConfig(Frozen):
     deterministic: bool | None = None
     """Bit-exact runs: fixed shapes, settling in ticket order. None: on exactly when max_staleness is 0 or exact, and
     rollout and training use one thread each."""
-    store: str = ".rollflow/store"
+    store: Address = ".rollflow/store"
     """Folder, or s3:// URL, that holds runs."""
     model: ModelConfig = TinyModel()
     """The policy to start from."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data_contracts.config_backend import TorchBackend, TrainBackend
-from data_contracts.frozen import Frozen
+from data_contracts.frozen import Address, Frozen
 
 
 class SamplingConfig(Frozen):
@@ -39,8 +39,9 @@ EngineConfig = Annotated[TorchEngine, Field()]
 class RolloutConfig(Frozen):
     """The rollout role."""
 
-    workers: int = Field(default=1, gt=0)
-    """Rollout processes on this run."""
+    workers: int = Field(default=1, ge=0)
+    """Rollout processes that the run starts itself; others may join and leave (`rollflow rollout`). With 0 it waits
+    for those."""
     max_workers: int | None = Field(default=None, gt=0)
     """Rollout processes at most, when workers that offer ROLLOUT join a Dask cluster while the run goes on; None stays
     at `workers`."""
@@ -254,8 +255,9 @@ class TrackingConfig(Frozen):
 
     enabled: bool = True
     """Export at all; the records do not need it."""
-    uri: str | None = None
-    """Tracking server; None takes the one that `rollflow up` started."""
+    uri: Address | None = None
+    """Tracking server; None takes the one that `rollflow up` started. User and password belong into
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD: this value is written into the run's records."""
     experiment: str = "rollflow"
     """Experiment that holds one MLflow run for each run."""
     poll_s: float = Field(default=5.0, gt=0)
@@ -276,6 +278,6 @@ class OrchestrationConfig(Frozen):
     role_retries: int = Field(default=2, ge=0)
     """How often a role that failed is started again before the run fails. A process that died counts as a failure when
     the run has made no step since it last died."""
-    scheduler: str | None = Field(default=None, pattern=r"^[a-z]+://.+")
+    scheduler: Address | None = Field(default=None, pattern=r"^[a-z]+://.+")
     """Address of an existing Dask cluster, such as tcp://10.0.0.1:8786, with a worker process for every role (see
     infra/cluster.py); None starts local processes."""

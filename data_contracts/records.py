@@ -299,12 +299,14 @@ class Audit(Record):
 class Control(Record):
     """One entry of log/control: what every role must know."""
 
-    kind: Literal["start", "stop", "end", "fail", "dead", "full_weights", "amend"]
+    kind: Literal["start", "stop", "end", "fail", "dead", "full_weights", "weights", "amend"]
     role: str = ""
     target: str = ""
     """Writer that is dead (`dead`)."""
     version: int | None = None
-    """Version asked for in full (`full_weights`)."""
+    """Version asked for in full (`full_weights`), or given (`weights`)."""
+    weights: PolicyRef | None = None
+    """Where that version is in full (`weights`)."""
     error: str = ""
     """The role's own error (`fail`)."""
     detail: dict[str, Any] = {}
@@ -316,6 +318,8 @@ class Heartbeat(Frozen):
     role: str
     writer: str
     host: str
+    machine: str = ""
+    """Alike in all processes that can see each other's process ids, and in no others."""
     pid: int
     process_started: float
     """Start time of the process, so that a reused pid is not taken for it."""

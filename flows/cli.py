@@ -255,9 +255,17 @@ def role(
     run_url: Annotated[str, typer.Option("--run", help="URL of the run.")],
 ) -> None:
     """Play one role of a run that goes on elsewhere, in this process, without Prefect."""
-    from flows import conduct
+    from flows.site import play_alone
 
-    typer.echo(conduct.play_alone(name, run_url))
+    typer.echo(play_alone(name, run_url))
+
+
+@app.command()
+def rollout(run_url: Annotated[str, typer.Option("--run", help="URL of the run: s3://bucket/runs/RUN.")]) -> None:
+    """Join a run from another machine as a rollout process; Ctrl-C leaves it in order. Needs nothing but the store."""
+    from flows.site import play_alone
+
+    typer.echo(play_alone("rollout", run_url))
 
 
 @app.command()

@@ -16,12 +16,11 @@ import typer
 from data_contracts.config import CustomRule, LocalModel, RunConfig
 from data_contracts.errors import ConfigError, StoreError
 from data_contracts.suites import STAGES, check_severities, load_suite
-from flows.play import announce_failure, check_role, play
 from infra import services as servers
 from infra import settings
 from infra.installed import check_backend
 from infra.probe import probe
-from infra.runs import Run, create_run, load_run
+from infra.runs import Run, create_run
 from tasks.curation.custom import load as load_rule
 from tasks.supervise import Supervisor, find_living, find_moving
 
@@ -232,14 +231,3 @@ def make_report(run: Run, path: Path | None, links: dict[str, str] | None = None
             raise
         raise StoreError(f"report {path}: cannot be written: {cause.strerror or cause}") from cause
     return written
-
-
-def play_alone(name: str, run_url: str) -> str:
-    """Play one role in this process until the run is over."""
-    check_role(name)
-    load_run(run_url)
-    try:
-        return play(name, run_url)
-    except Exception as error:
-        announce_failure(name, run_url, error)
-        raise

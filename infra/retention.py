@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_contracts.config import RunConfig
-from data_contracts.records import Commit, Curated, Evaluation, ObjectRef, Raw, Scored
+from data_contracts.records import Commit, Control, Curated, Evaluation, ObjectRef, Raw, Scored
 from infra.history import is_registered
 from infra.log import Log
 from infra.store import Store
@@ -96,6 +96,8 @@ def _named(store: Store, commits: Iterable[Commit]) -> Iterable[str]:
         for reference in (*commit.weights.objects, *(commit.checkpoint or ()), commit.curriculum, commit.snapshot):
             if isinstance(reference, ObjectRef):
                 yield reference.key
+    for record in Log(store, "log/control", Control).read_from(0):
+        yield from (ref.key for ref in (record.weights.objects if record.weights else ()))
     for record in Log(store, "log/curated", Curated).read_from(0):
         yield from (verdict.batch.key for verdict in record.verdicts if verdict.batch is not None)
     kinds: dict[str, type[Any]] = {"raw": Raw, "scored": Scored}

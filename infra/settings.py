@@ -7,7 +7,12 @@ their environment once. What a person has set is never changed.
 import os
 from pathlib import Path
 
+from data_contracts.errors import ConfigError
+
 HOME_VARIABLE = "ROLLFLOW_HOME"
+STORE_VARIABLES = {"ROLLFLOW_STORE_RETRY_S": 60.0, "ROLLFLOW_STORE_TIMEOUT_S": 30.0}
+"""How long a request to object storage is tried again, and how long one try may take, in seconds; see open_store."""
+
 SUBFOLDERS = ("prefect", "mlflow", "logs", "store")
 
 # Asynchronous logging of MLflow stays off: it acknowledges before it has written, and drops on an outage.
@@ -30,7 +35,6 @@ DEFAULTS: dict[str, str] = {
     # S3 servers other than Amazon's refuse the newer checksums.
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
     "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    "AWS_EC2_METADATA_DISABLED": "true",
     # Often enough for the automation that tells a killed flow from a slow one; 30 s is Prefect's minimum.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
 }
@@ -47,6 +51,22 @@ def make_home(folder: Path | None = None) -> Path:
     for name in SUBFOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def seconds(name: str) -> float:
+    """Return the value of a variable of `STORE_VARIABLES`, or its default.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    given = os.environ.get(name, "")
+    try:
+        value = float(given) if given else STORE_VARIABLES[name]
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}: expected a positive number of seconds, got {given!r}")
+    return value
 
 
 def apply_defaults() -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from data_contracts.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
+from infra import settings
 
 SEGMENT = r"[A-Za-z0-9_=+@~-][A-Za-z0-9_=+@~.-]{0,199}"
 KEY = re.compile(rf"{SEGMENT}(?:/{SEGMENT})*")
@@ -177,17 +178,18 @@ class Store:
         return f"{self._prefix}/{key}" if self._prefix else key
 
 
-def open_store(url: str, *, retry_s: float = 60.0, timeout_s: float = 30.0) -> Store:
+def open_store(url: str, *, retry_s: float | None = None, timeout_s: float | None = None) -> Store:
     """Open the store at `url`; a folder is created by the first put.
 
     Args:
         url: a folder's path, "file:///path", "s3://bucket/prefix", or "memory://name" (shared by all that
             open the name in this process; for tests).
-        retry_s: S3 only: how long a request is tried again after throttling, server errors and timeouts.
-        timeout_s: S3 only: how long one request for up to 16 MB may take.
+        retry_s: S3 only: how long a request is tried again after throttling, server errors and timeouts; None takes
+            ROLLFLOW_STORE_RETRY_S, or 60.
+        timeout_s: S3 only: how long one request for up to 16 MB may take; None takes ROLLFLOW_STORE_TIMEOUT_S, or 30.
 
     Raises:
-        ConfigError: the URL is of no kind known here.
+        ConfigError: the URL is of no kind known here, or one of these is no positive number.
     """
     scheme, separator, rest = url.partition("://")
     if not url or (separator and not rest):
@@ -207,6 +209,8 @@ def open_store(url: str, *, retry_s: float = 60.0, timeout_s: float = 30.0) -> S
     if scheme == "s3":
         from infra.store_s3 import S3Objects  # here, so that a folder needs no object-store client
 
+        retry_s = settings.seconds("ROLLFLOW_STORE_RETRY_S") if retry_s is None else retry_s
+        timeout_s = settings.seconds("ROLLFLOW_STORE_TIMEOUT_S") if timeout_s is None else timeout_s
         return Store(S3Objects(root, retry_s=retry_s, timeout_s=timeout_s), f"s3://{root}", prefix)
     raise ConfigError(f"store {scheme}://{root}: expected a folder, file://, s3:// or memory://, got {scheme}://")
 

@@ -7,11 +7,13 @@ Requests are tried again here and not in obstore, which never repeats a put that
 a put that is repeated after its reply was lost finds its own object, and ObjectExists says no more than
 that the key is taken (see `Store.put_or_get`).
 
-Credentials, region and endpoint come from the AWS_* variables, else from the profile files, else from what
-obstore finds by itself (web identity, container, instance). No message repeats any of them.
+Credentials, region and endpoint come from the AWS_* variables, else from the profile files (through boto3 where a
+profile names a program, a role or a sign-on instead of keys), else from what obstore finds by itself (web identity,
+container, instance). No message repeats any of them.
 """
 
 import configparser
+import importlib
 import os
 import random
 import re
@@ -22,7 +24,7 @@ from datetime import timedelta
 from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import obstore  # noqa: TID251 this is the one place
@@ -58,6 +60,16 @@ CREDENTIAL_VARIABLES = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_SKIP_SIGNATURE",
 )
+
+
+PROFILE_NAMES = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "region": "region",
+}
+DYNAMIC_NAMES = ("credential_process", "role_arn", "sso_session", "sso_start_url", "login_session")
+"""Entries of a profile that say where its keys come from."""
 
 
 class S3Objects:
@@ -150,7 +162,11 @@ class S3Objects:
                 f" ({MAX_PUT_BYTES}); store it as several objects"
             )
         client = self._small if len(body) <= PART_BYTES else self._large
-        self._attempt("written", key, lambda: obstore.put(client, key, body, mode=mode, use_multipart=False))
+
+        def write() -> object:
+            return obstore.put(client, key, body, mode=mode, use_multipart=False)
+
+        self._attempt("written", key, write, creates=mode == "create")
 
     def _get_or_none(self, key: str) -> bytes | None:
         try:
@@ -161,8 +177,12 @@ class S3Objects:
     def _get_part(self, key: str, start: int, end: int) -> bytes:
         return self._attempt("read", key, lambda: bytes(obstore.get_range(self._small, key, start=start, end=end)))
 
-    def _attempt(self, what: str, key: str, request: Callable[[], T]) -> T:
-        """Do a request until it succeeds, cannot succeed, or has been tried for `retry_s`."""
+    def _attempt(self, what: str, key: str, request: Callable[[], T], *, creates: bool = False) -> T:
+        """Do a request until it succeeds, cannot succeed, or has been tried for `retry_s`.
+
+        A conflict (409) means that somebody else has the key when the request `creates` it, and otherwise that the
+        server is busy with it.
+        """
         name = f"s3://{self._bucket}/{key}"
         started = time.monotonic()
         pause_s = FIRST_PAUSE_S
@@ -171,9 +191,9 @@ class S3Objects:
             tries += 1
             try:
                 return request()
-            except AlreadyExistsError:
-                raise ObjectExists(f"{name}: exists already") from None
             except (BaseError, OSError) as cause:
+                if creates and isinstance(cause, AlreadyExistsError):
+                    raise ObjectExists(f"{name}: exists already") from None
                 elapsed_s = time.monotonic() - started
                 reply = _Reply(self._bucket, cause)
                 if isinstance(cause, FileNotFoundError) and not reply.is_bucket_missing:
@@ -200,8 +220,8 @@ class _Reply:
         """A request that does not name the bucket went to a service that hands out credentials."""
         self.is_bucket_missing = bool(code and code[1] == "NoSuchBucket")
         self.is_refusal = isinstance(cause, PermissionDeniedError | UnauthenticatedError)
-        self.is_passing = isinstance(cause, GenericError | OSError) and (
-            self.status is None or self.status >= 500 or self.status in (408, 425, 429)
+        self.is_passing = isinstance(cause, GenericError | AlreadyExistsError | OSError) and (
+            self.status is None or self.status >= 500 or self.status in (408, 409, 425, 429)
         )
         """Whether the same request may succeed later: throttling, server errors, and no reply at all."""
         self._summary = (
@@ -228,9 +248,13 @@ def _open_client(bucket: str, timeout_s: float) -> S3Store:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     options = {"region": "us-east-1"}
+    provider = None
     if not any(os.environ.get(name) for name in CREDENTIAL_VARIABLES):
-        options |= _read_profile()
-        if "access_key_id" not in options and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        profile = _read_profile()
+        options |= {PROFILE_NAMES[name]: value for name, value in profile.items() if name in PROFILE_NAMES}
+        if "access_key_id" not in options and any(name in profile for name in DYNAMIC_NAMES):
+            provider = _ask_boto3(bucket)
+        elif "access_key_id" not in options and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
             raise ConfigError(f"s3://{bucket}: {NO_CREDENTIALS}")
     if region:
         options["region"] = region
@@ -247,6 +271,7 @@ def _open_client(bucket: str, timeout_s: float) -> S3Store:
     try:
         return S3Store(
             bucket,
+            credential_provider=provider,
             config={"conditional_put": "etag", "disable_bulk_delete": "true", **options},  # pyright: ignore[reportArgumentType]
             client_options={
                 "allow_http": allow_http,
@@ -260,8 +285,21 @@ def _open_client(bucket: str, timeout_s: float) -> S3Store:
         raise ConfigError(f"s3://{bucket}: the AWS_* variables do not make a client: {why}") from None
 
 
+def _ask_boto3(bucket: str) -> Any:
+    """Return what asks boto3 for the keys of the profile whenever they run out."""
+    try:
+        boto3 = importlib.import_module("boto3")
+        return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider(boto3.Session())
+    except ImportError:
+        raise ConfigError(
+            f"s3://{bucket}: the profile gets its keys from a program, a role or a sign-on: pip install boto3"
+        ) from None
+    except Exception as cause:  # noqa: BLE001 botocore has dozens, and their texts may hold what the program printed
+        raise ConfigError(f"s3://{bucket}: the profile gave no keys: {type(cause).__name__}") from None
+
+
 def _read_profile() -> dict[str, str]:
-    """Return keys and region of the profile AWS_PROFILE ("default") in the files below ~/.aws."""
+    """Return what the files below ~/.aws say about the profile AWS_PROFILE ("default")."""
     profile = os.environ.get("AWS_PROFILE") or "default"
     folder = Path("~/.aws").expanduser()
     secrets_file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"
@@ -272,13 +310,7 @@ def _read_profile() -> dict[str, str]:
         parser.read(file)
         if parser.has_section(section):
             found |= dict(parser.items(section))
-    names = {
-        "aws_access_key_id": "access_key_id",
-        "aws_secret_access_key": "secret_access_key",
-        "aws_session_token": "session_token",
-        "region": "region",
-    }
-    return {names[name]: value for name, value in found.items() if name in names}
+    return found
 
 
 def _is_loopback(endpoint: str) -> bool:

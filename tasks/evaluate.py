@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from data_contracts.config import RunConfig
+from data_contracts.errors import DigestMismatch
 from data_contracts.records import Commit, Evaluation
 from infra.log import Log
 from models.policy import build_policy
@@ -18,12 +19,12 @@ from models.requests import Finished, Request, stop_texts
 from tasks.engine import make_engine
 from tasks.envs.protocol import Prompt
 from tasks.envs.registry import Envs, build_envs
+from tasks.full_weights import WeightsFinder
 from tasks.model_files import read_model_files
 from tasks.prompts import encode_prompt, make_decoder
 from tasks.role import Role
 from tasks.scoring import judge_all, make_pool
 from tasks.verify import Job
-from tasks.weights import PolicyReader
 
 SHOWN_EXAMPLES = 8
 
@@ -45,7 +46,10 @@ def run(role: Role) -> None:
                 continue
             role.progressed(f"evaluating version {due}")
             evaluator = evaluator or Evaluator(role)
-            log.append(log.tail(), evaluator.evaluate(due))
+            try:
+                log.append(log.tail(), evaluator.evaluate(due))
+            except DigestMismatch as cause:  # its weights are torn for good, which is no reason to end the run
+                role.tell("amend", version=due, error=f"version {due} is not evaluated: {cause}")
             done = due
     finally:
         if evaluator is not None:
@@ -64,10 +68,10 @@ class Evaluator:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self._reader = PolicyReader(role.store)
+        self._weights = WeightsFinder(role)
         config = role.config
         files = read_model_files(role.store)
-        weights, _ = self._reader.weights(0)
+        _, weights = self._weights.wait_for(lambda: 0)
         policy = build_policy(files, next(iter(weights.values())).dtype, weights)
         self._envs: Envs = build_envs(config.envs, config.seed)
         self._limit = config.evaluate.max_new_tokens or config.rollout.sampling.max_new_tokens
@@ -88,10 +92,10 @@ class Evaluator:
         """Return the evaluation of a version.
 
         Raises:
-            ObjectMissing: the version does not exist.
+            DigestMismatch: its weights are torn, and the trainer no longer has them.
         """
         started = time.monotonic()
-        weights, _ = self._reader.weights(version)
+        _, weights = self._weights.wait_for(lambda: version)
         digest = self._engine.load_weights(weights, version)
         for index, prompt in enumerate(self._prompts):
             ids = encode_prompt(prompt, self._tokenizer, self._engine.max_length - self._limit)

@@ -189,7 +189,7 @@ class Recorder:
     def commit(self, step: Repeated) -> Commit:
         """Publish the weights that the replay has come to, and append the commit that names them."""
         training, version = self._replay.training, step.commit.version
-        weights = training.publish(self._store, version, self._writer)
+        weights, sizes = training.publish(self._store, version, self._writer)
         due = training.is_checkpoint_due(version)
         checkpoint = training.save_checkpoint(self._store, version, self._writer) if due else None
         commit = Commit(
@@ -203,7 +203,7 @@ class Recorder:
             positions=step.commit.positions,
             num_trained=self._newest.num_trained + len(step.consumed),
             num_tokens=self._newest.num_tokens + step.result.num_tokens,
-            metrics=step.result.metrics | {"time/step_s": step.seconds},
+            metrics=step.result.metrics | sizes | {"time/step_s": step.seconds},
             histograms=step.result.histograms,
             evidence=step.result.evidence,
         )

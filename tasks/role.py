@@ -5,18 +5,22 @@ never waits for ever: a wait names the roles it waits for, and when none of thei
 `heartbeat_limit_s` (by this process's own monotonic clock) the wait raises instead of hanging.
 """
 
+import functools
+import hashlib
 import os
 import secrets
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
 from data_contracts.config import RunConfig
 from data_contracts.errors import RoleFailed, RunStopped, StoreError
-from data_contracts.records import Control, Heartbeat, encode_record
+from data_contracts.records import Control, Heartbeat, PolicyRef, encode_record
 from infra.heartbeats import heartbeat_key, read_heartbeats
 from infra.log import Log, Pacer
 from infra.store import Store
@@ -30,6 +34,8 @@ class Role:
         writer: id of this process in records; never used by another start.
         store: the run's prefix.
         is_over: True once log/control says that the run has ended as planned.
+        is_finishing: True once this process was asked to deliver what it holds and go; the run goes on without it.
+        full_weights: versions that somebody asked for in full, and where the trainer has put them.
     """
 
     def __init__(self, name: str, store: Store, config: RunConfig, writer: str = "") -> None:
@@ -38,6 +44,8 @@ class Role:
         self.store = store
         self.config = config
         self.is_over = False
+        self.is_finishing = False
+        self.full_weights: dict[int, PolicyRef] = {}
         self.held: dict[str, int] = {}
         self.busy_s = 0.0
         self.waiting_s = 0.0
@@ -50,7 +58,7 @@ class Role:
         self._process_started = psutil.Process().create_time()
         self._control = Log(store, "log/control", Control)
         self._control_next = 0
-        self._requests: list[Control] = []
+        self._asked: set[int] = set()
         self._dead: set[str] = set()
         self._leaving = ""
         self._pacer = Pacer(*store.pacing)
@@ -93,8 +101,11 @@ class Role:
                 self._dead.add(record.target)
                 if record.target == self.writer:  # given up for good, and another plays this part already
                     self.leave("declared dead by the supervisor")
-            if record.kind == "full_weights":
-                self._requests.append(record)
+            if record.kind == "full_weights" and record.version is not None:
+                self._asked.add(record.version)
+            if record.kind == "weights" and record.weights is not None and record.version is not None:
+                self._asked.discard(record.version)
+                self.full_weights[record.version] = record.weights
             if starts and i < starts[-1]:
                 continue
             if record.kind == "start":
@@ -120,9 +131,10 @@ class Role:
         """Writers that a supervisor has declared dead."""
         return frozenset(self._dead)
 
-    def take_requests(self) -> list[Control]:
-        """Return requests for full weights that arrived since the last call."""
-        taken, self._requests = self._requests, []
+    def take_requests(self, newest: int) -> list[int]:
+        """Return versions up to `newest` that were asked for in full since they were last given; each only once."""
+        taken = sorted(version for version in self._asked if version <= newest)
+        self._asked.difference_update(taken)
         return taken
 
     def tell(self, kind: str, **fields: object) -> None:
@@ -137,13 +149,19 @@ class Role:
             on: names of the roles that can end the wait.
 
         Raises:
+            RunStopped: the run, or this process, was asked to stop.
             RoleFailed: none of the writers of a role in `on` has shown life within the limit.
         """
         self._state = f"waiting for {what}"
         self._settle(busy=True)
+        if self.is_finishing:  # it holds nothing, or it would not wait
+            self.leave("asked to leave")
         self.check()
         for role in on:
-            self._watch.check(role)
+            if (
+                role != "rollout" or self.config.rollout.workers
+            ):  # without any of its own, a run waits for sites to join
+                self._watch.check(role)
         self._pacer.wait(self._quit)
         self._settle(busy=False)
 
@@ -182,6 +200,7 @@ class Role:
             role=self.name,
             writer=self.writer,
             host=socket.gethostname(),
+            machine=machine_id(),
             pid=os.getpid(),
             process_started=self._process_started,
             beat=self._beat,
@@ -225,6 +244,23 @@ class HeartbeatWatch:
         silent = now - self._moved[role]
         if silent > self._limit_s:
             raise RoleFailed(f"role {role} has shown no life for {silent:.0f} s (limit {self._limit_s:.0f} s)")
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return what tells the processes that this one can see from all others, also where host names are alike.
+
+    On Linux the installation and the process namespace: a container's process ids mean nothing outside of it.
+    """
+    try:
+        installation = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        installation = f"{uuid.getnode():x}"
+    try:
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        namespace = ""
+    return hashlib.sha256(f"{socket.gethostname()} {installation} {namespace}".encode()).hexdigest()[:16]
 
 
 def new_writer() -> str:

@@ -16,7 +16,8 @@ import torch
 from data_contracts import trajectory
 from data_contracts.curriculum import Curriculum, Place, Source, place_of
 from data_contracts.errors import ConfigError, ContractError, ObjectMissing
-from data_contracts.protocol import Leases, RunState, decide_claim, decide_rebase, decide_reclaim, room
+from data_contracts.protocol import Leases, RunState, decide_claim, decide_rebase, decide_reclaim, owned, room
+from data_contracts.protocol_state import LogName
 from data_contracts.records import DELIVERED, Claim, GroupRef, Raw
 from infra.crash import point
 from infra.heartbeats import read_heartbeats
@@ -28,13 +29,13 @@ from models.requests import Finished, Request, stop_texts
 from tasks.curriculum import CurriculumReader
 from tasks.engine import make_engine
 from tasks.envs.registry import Envs, build_envs
+from tasks.full_weights import WeightsFinder
 from tasks.ledger import Ledger
 from tasks.model_files import read_model_files
 from tasks.prompts import encode_prompt
 from tasks.raw_rows import Group, make_raw_table, sample_seed
 from tasks.reuse import copy_group
 from tasks.role import Role
-from tasks.weights import PolicyReader
 
 PUBLISH_AFTER_S = 0.5
 
@@ -63,7 +64,7 @@ class Worker:
         self._role = role
         self._config = role.config
         self._ledger = ledger
-        self._reader = PolicyReader(role.store, lambda: ledger.newest)
+        self._weights = WeightsFinder(role, lambda: ledger.newest)
         self._raw = Log(role.store, f"log/raw/{role.writer}", Raw)
         self._next_raw = 0
         self._envs: Envs = build_envs(role.config.envs, role.config.seed)
@@ -78,28 +79,36 @@ class Worker:
         self._looked_at = float("-inf")
         self._synced_at = float("-inf")
         self._counted = 0
+        self._checked: dict[LogName, int] = {}
+        self._aborted = {"aborted_groups": 0.0, "aborted_tokens": 0.0}
 
     def _load_engine(self) -> tuple[Engine, object]:
-        state = self._ledger.state
-        version = first_open_version(state) if self._config.staleness.exact else state.version
-        weights, _ = self._reader.weights(version)
+        def wanted() -> int:
+            self._ledger.sync()
+            state = self._ledger.state
+            return first_open_version(state) if self._config.staleness.exact else state.version
+
+        version, weights = self._weights.wait_for(wanted)
         policy = build_policy(read_model_files(self._role.store), next(iter(weights.values())).dtype)
         engine = make_engine(self._config, policy, deterministic=self._config.is_deterministic)
         engine.load_weights(weights, version)
         return engine, policy.tokenizer
 
     def is_over(self) -> bool:
-        """Whether nothing is left to do in this run."""
-        return self._ledger.state.is_finished or self._role.is_over
+        """Whether nothing is left to do in this run, or for a process that was asked to leave it."""
+        is_done = self._ledger.state.is_finished or self._role.is_over
+        return is_done or (self._role.is_finishing and not self._open)
 
     def turn(self) -> None:
         """Read, load, claim, step, publish: whatever of these there is to do."""
         self._role.check()
         self._sync()
+        self._drop_lost()
         self._take_weights()
         self._rebase()
-        self._take_over()
-        self._claim()
+        if not self._role.is_finishing:
+            self._take_over()
+            self._claim()
         if self._engine.num_in_flight or self._engine.num_queued:
             self._role.progressed(
                 f"sampling {self._engine.num_in_flight} sequences under version {self._engine.version}"
@@ -129,9 +138,27 @@ class Worker:
             if self._open or room(self._ledger.state, self._engine.version) > 0:
                 return
             newest = self._engine.version + 1
-        weights, _ = self._reader.weights(newest)
-        self._engine.load_weights(weights, newest)
-        self._role.progressed(f"loaded version {newest}")
+        if found := self._weights.find(newest):
+            self._engine.load_weights(found[0], newest)
+            self._role.progressed(f"loaded version {newest}")
+
+    def _drop_lost(self) -> None:
+        """Stop sampling groups that are another worker's by now, or settled: nobody waits for them here."""
+        if self._checked == self._ledger.state.next:
+            return
+        self._checked = dict(self._ledger.state.next)
+        mine = {(ticket.number, ticket.attempt) for ticket in owned(self._ledger.state, self._role.writer)}
+        for key in [key for key in self._open if key not in mine]:
+            self._role.progressed(f"ticket {key[0]} is no longer its own")
+            group = self._open.pop(key)
+            results = self._engine.abort((*key, sample) for sample in range(group.num_samples))
+            self._aborted["aborted_groups"] += 1
+            self._aborted["aborted_tokens"] += sum(len(r.response_ids) for r in (*results, *group.results.values()))
+
+    @property
+    def num_open(self) -> int:
+        """Groups that are being sampled."""
+        return len(self._open)
 
     @property
     def is_idle(self) -> bool:
@@ -295,12 +322,17 @@ class Worker:
     def _count(self, table: pa.Table) -> dict[str, float]:
         """Return what this process did since its last record."""
         tokens, self._counted = self._counted, self._engine.num_tokens
+        aborted, self._aborted = self._aborted, dict.fromkeys(self._aborted, 0.0)
         prompts = sum(len(ids) for ids in table.column("prompt_ids").to_pylist())
-        return {
-            "tokens": float(self._engine.num_tokens - tokens),
-            "prompt_tokens": float(prompts),
-            "rows": float(table.num_rows),
-        } | self._role.take_times()
+        return (
+            {
+                "tokens": float(self._engine.num_tokens - tokens),
+                "prompt_tokens": float(prompts),
+                "rows": float(table.num_rows),
+            }
+            | {name: value for name, value in aborted.items() if value}
+            | self._role.take_times()
+        )
 
     def _show_held(self) -> None:
         """Keep the heartbeat's counters: they move with progress, and only with it."""

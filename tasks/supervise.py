@@ -5,7 +5,6 @@ Only the starter of processes can say at once that one is dead. Everybody else w
 
 import os
 import secrets
-import socket
 import time
 
 import psutil
@@ -14,7 +13,7 @@ from data_contracts.records import Control, Heartbeat
 from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.store import Store
-from tasks.role import append_control
+from tasks.role import append_control, machine_id
 
 EXPENDABLE = ("export", "audit")
 """Roles that a run goes on without: what they find or show can be made again from the records."""
@@ -93,8 +92,8 @@ def find_moving(store: Store, during_s: float) -> list[Heartbeat]:
 
 
 def is_local(beat: Heartbeat) -> bool:
-    """Return whether a writer runs, or ran, on this host."""
-    return beat.host == socket.gethostname()
+    """Return whether a writer runs, or ran, where this process could see it."""
+    return beat.machine == machine_id()
 
 
 def is_alive(beat: Heartbeat) -> bool:

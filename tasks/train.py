@@ -38,6 +38,7 @@ from infra.objects import get_batch, put_object
 from models.samples import Sample, good_rows, samples_from_table
 from models.trainer import StepResult
 from tasks.curriculum import CurriculumReader
+from tasks.full_weights import answer_requests
 from tasks.ledger import Ledger
 from tasks.quarantine import quarantine
 from tasks.role import Role
@@ -138,6 +139,7 @@ class Learner:
         """Do the next thing there is to do; return False when there is nothing left."""
         self._role.check()
         self._ledger.sync()
+        answer_requests(self._role, self._held, self._training.published)
         overdue = self._timeouts.observe(time.monotonic(), self._ledger.state)
         move = choose_groups(self._ledger.state, self._role.writer, version=self._held, overdue=overdue)
         if isinstance(move, Finished):
@@ -204,7 +206,7 @@ class Learner:
         newest = self._ledger.newest
         if newest is None:
             raise ProtocolError("there is no commit 0 to train from")
-        reference = self._training.publish(store, version, writer)
+        reference, sizes = self._training.publish(store, version, writer)
         due = self._training.is_checkpoint_due(version)
         checkpoint = snapshot = None
         if due:
@@ -212,7 +214,7 @@ class Learner:
             snapshot = put_object(store, "snapshot", ".json", json.dumps(self._ledger.state.snapshot()).encode())
             point("train.checkpointed")
         curriculum, told = self._advance_curriculum()
-        metrics = result.metrics | told | count_reused(move.consumed)
+        metrics = result.metrics | sizes | told | count_reused(move.consumed)
         metrics |= {"time/wait_s": waited_s, "time/step_s": time.monotonic() - started}
         if self._config.staleness.adaptive is not None:
             metrics["staleness/limit"] = float(self._ledger.state.limit.versions)

@@ -19,7 +19,7 @@ from models.samples import Sample
 from models.trainer import StepResult, Trainer
 from tasks.deepspeed_trainer import DeepspeedTrainer
 from tasks.model_files import read_model_files
-from tasks.weights import Weights, publish_delta, publish_full
+from tasks.weights import Weights, publish_delta, publish_full, published_bytes
 
 
 class Training:
@@ -63,16 +63,30 @@ class Training:
         """Say which weights the version before the next one was published with: differences are made to them."""
         self._published, self._digest = weights, ""
 
-    def publish(self, store: Store, version: int, writer: str) -> PolicyRef:
-        """Write the weights in full, or as the exact difference to the version before, as configured."""
+    @property
+    def published(self) -> Weights:
+        """Weights that the version before the next one was published with."""
+        return self._published
+
+    def publish(self, store: Store, version: int, writer: str) -> tuple[PolicyRef, dict[str, float]]:
+        """Write the weights in full, or as the exact difference to the version before, as configured.
+
+        Returns:
+            The reference, and metrics of its size.
+        """
         weights = self.weights()
+        metrics: dict[str, float] = {}
         if version % self._config.train.full_weights_every == 0:
             reference = publish_full(store, version, writer, weights)
         else:
-            reference = publish_delta(store, version, writer, weights, self._published, self._digest)
+            base, base_digest = self._published, self._digest
+            reference, num_changed = publish_delta(store, version, writer, weights, base, base_digest)
+            metrics["weights/changed"] = num_changed / max(reference.num_parameters, 1)
+        metrics["weights/bytes"] = float(published_bytes(reference))
+        metrics["weights/full_bytes"] = float(sum(tensor.nbytes for tensor in weights.values()))
         self._published, self._digest = weights, reference.digest
         point("train.published")
-        return reference
+        return reference, metrics
 
     def is_checkpoint_due(self, version: int) -> bool:
         """Whether optimizer and random state are saved with this version."""

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from data_contracts.errors import DigestMismatch, ObjectMissing, ProtocolError
+from data_contracts.errors import ContractError, DigestMismatch, ObjectMissing, ProtocolError
 from data_contracts.records import Commit, ObjectRef, PolicyRef
 from infra.log import Log
 from infra.objects import get_object, put_named
@@ -23,7 +23,7 @@ DELTA = "delta.safetensors"
 def publish_full(
     store: Store, version: int, writer: str, weights: Weights, *, files: Mapping[str, bytes] | None = None
 ) -> PolicyRef:
-    """Write weights (and, for version 0, the model's small files) under names no commit refers to yet."""
+    """Write weights (and, for version 0, the model's small files) under names no record refers to yet."""
     folder = f"policy/{version:010d}-{writer}"
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(weights_digest, weights)
@@ -34,16 +34,19 @@ def publish_full(
 
 def publish_delta(
     store: Store, version: int, writer: str, weights: Weights, base: Weights, base_digest: str = ""
-) -> PolicyRef:
+) -> tuple[PolicyRef, int]:
     """Write the exact sparse difference to version - 1; the digest is that of the full weights.
 
     Args:
         base: weights of version - 1.
         base_digest: their digest, if it is known; computed otherwise.
+
+    Returns:
+        The reference, and how many elements changed.
     """
     delta = make_delta(base, weights, base_digest=base_digest)
     reference = put_named(store, f"policy/{version:010d}-{writer}/{DELTA}", delta_to_bytes(delta))
-    return _describe("delta", weights, [reference], delta.digest, base=version - 1)
+    return _describe("delta", weights, [reference], delta.digest, base=version - 1), delta.num_changed
 
 
 def _describe(kind: str, weights: Weights, objects: list[ObjectRef], digest: str, base: int | None = None) -> PolicyRef:
@@ -59,22 +62,32 @@ def _describe(kind: str, weights: Weights, objects: list[ObjectRef], digest: str
     )
 
 
+def published_bytes(reference: PolicyRef) -> int:
+    """Return the bytes of a version's weights as they were published."""
+    return sum(ref.num_bytes for ref in reference.objects if ref.key.endswith(".safetensors"))
+
+
 class PolicyReader:
     """Reads versions through their commits, keeping the last one so that a difference is enough for the next."""
 
-    def __init__(self, store: Store, newest: Callable[[], Commit | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        newest: Callable[[], Commit | None] = lambda: None,
+        full: Mapping[int, PolicyRef] | None = None,
+    ) -> None:
         """Read from a run's store.
 
         Args:
             store: the run's prefix.
             newest: the newest commit that the caller has read anyhow, so that it is not read and parsed twice.
+            full: versions that somebody asked for in full and where they are; looked at, never changed.
         """
         self._store = store
         self._newest = newest
+        self._full = {} if full is None else full
         self._commits = Log(store, "log/commit", Commit)
-        self._version = -1
-        self._weights: Weights = {}
-        self._digest = ""
+        self._forget()
 
     def weights(self, version: int) -> tuple[Weights, str]:
         """Return the weights of a version and their digest, which is that of the commit.
@@ -83,35 +96,50 @@ class PolicyReader:
         What an engine or a trainer holds after loading them is for it to say: it computes a digest of its own.
 
         Raises:
-            ObjectMissing: the version does not exist.
-            DigestMismatch: an object or the weights are not those that were committed.
+            ObjectMissing: the version does not exist, or an object of it.
+            ContractError: an object or the weights are not those that were committed.
         """
-        chain: list[Commit] = []
+        if self._version >= 0:
+            try:
+                return self._read(version)
+            except (ContractError, ObjectMissing):
+                self._forget()  # what is in memory may be at fault
+        return self._read(version)
+
+    def _forget(self) -> None:
+        self._version = -1
+        self._weights: Weights = {}
+        self._digest = ""
+
+    def _read(self, version: int) -> tuple[Weights, str]:
+        chain: list[tuple[Commit, PolicyRef]] = []
         at = version
         while at != self._version:
             commit = self._commit(at)
-            chain.append(commit)
-            if commit.weights.kind == "full":
+            reference = self._full.get(at, commit.weights)
+            chain.append((commit, reference))
+            if reference.kind == "full":
                 break
-            if commit.weights.base is None:
+            if reference.base is None:
                 raise ProtocolError(f"commit {at}: weights are a difference without a base")
-            at = commit.weights.base
+            at = reference.base
         weights, digest = self._weights, self._digest
-        for commit in reversed(chain):
-            weights, digest = self._step(commit, weights, digest), commit.weights.digest
+        for commit, reference in reversed(chain):
+            weights, digest = self._step(commit, reference, weights, digest), commit.weights.digest
         self._version, self._weights, self._digest = version, weights, digest
         return weights, digest
 
-    def _step(self, commit: Commit, base: Weights, base_digest: str) -> Weights:
-        body = get_object(self._store, next(o for o in commit.weights.objects if o.key.endswith(".safetensors")))
-        if commit.weights.kind == "full":
-            return weights_from_bytes(body)
-        delta = delta_from_bytes(body)
-        if delta.digest != commit.weights.digest:
+    def _step(self, commit: Commit, reference: PolicyRef, base: Weights, base_digest: str) -> Weights:
+        body = get_object(self._store, next(o for o in reference.objects if o.key.endswith(".safetensors")))
+        delta = None if reference.kind == "full" else delta_from_bytes(body)
+        digest = delta.digest if delta else reference.digest
+        if digest != commit.weights.digest:
             raise DigestMismatch(
-                f"weights of version {commit.version}: expected digest {commit.weights.digest}, the difference gives"
-                f" {delta.digest}"
+                f"weights of version {commit.version}: expected digest {commit.weights.digest}, the {reference.kind}"
+                f" weights give {digest}"
             )
+        if delta is None:
+            return weights_from_bytes(body)
         return apply_delta(base, delta, base_digest=base_digest)  # which proves its result
 
     def _commit(self, version: int) -> Commit:

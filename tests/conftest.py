@@ -4,11 +4,27 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from infra.runs import Run, create_run, load_run
 from tests.harness import Processes, tiny_config
+from tests.servers import s3
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[s3.S3Server]:
+    """A real S3 server with one bucket; which, tests/servers/s3.py says."""
+    with s3.running() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh place on the S3 server, which the AWS variables point to."""
+    s3.use_server(monkeypatch, s3_server)
+    return f"s3://{s3.BUCKET}/{uuid4().hex}"
 
 
 @pytest.fixture(scope="session")

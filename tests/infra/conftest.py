@@ -2,12 +2,8 @@
 
 import http.server
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,50 +17,12 @@ from data_contracts.records import BatchRef, Commit, Consumed, GroupRef, ObjectR
 from infra import settings
 from infra.services import Services, down, up
 from infra.store import Store, open_store
-
-BUCKET = "rollflow-tests"
+from tests.servers.ports import free_port
+from tests.servers.s3 import S3Server, use_server
 
 
 def _use_server(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-key-id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-key")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
-    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
-
-
-@pytest.fixture(scope="session")
-def moto_endpoint() -> Iterator[str]:
-    """A moto server with one bucket."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(300):
-            try:
-                request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
-                urllib.request.urlopen(request, timeout=10).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        else:
-            raise RuntimeError("the moto server did not start")
-        yield endpoint
-    finally:
-        server.kill()
-        server.wait()
-
-
-@pytest.fixture
-def moto_url(moto_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A fresh place on the moto server, which the AWS variables point to."""
-    _use_server(monkeypatch, moto_endpoint)
-    return f"s3://{BUCKET}/{uuid4().hex}"
+    use_server(monkeypatch, S3Server(endpoint))
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])
@@ -74,7 +32,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "store")
     if request.param == "memory":
         return f"memory://{uuid4().hex}"
-    return request.getfixturevalue("moto_url")
+    return request.getfixturevalue("s3_url")
 
 
 @pytest.fixture
@@ -239,12 +197,6 @@ def small_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SmallS3]
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """What only a server can do wrong: it throttles, hangs up, loses replies, forbids."""
 
+import http.server
+import json
 import os
 import socket
+import threading
 
 import pytest
 
@@ -102,7 +105,7 @@ def test_a_conflict_before_the_winner_is_visible_is_waited_out(small_s3):
     assert open_store("s3://bucket").put_or_get("b", b"ours") is None
 
 
-def test_a_missing_bucket_is_not_an_empty_one(moto_url, monkeypatch):
+def test_a_missing_bucket_is_not_an_empty_one(s3_url, monkeypatch):
     store = open_store("s3://no-such-bucket/run")
     for use in (store.get, lambda key: store.put_new(key, b"x"), store.list):
         with pytest.raises(StoreError, match="s3://no-such-bucket/.*there is no such bucket") as refused:
@@ -110,8 +113,8 @@ def test_a_missing_bucket_is_not_an_empty_one(moto_url, monkeypatch):
         assert not isinstance(refused.value, ObjectMissing)
 
 
-def test_large_objects_go_up_whole_and_come_down_in_parts(moto_url):
-    store = open_store(moto_url)
+def test_large_objects_go_up_whole_and_come_down_in_parts(s3_url):
+    store = open_store(s3_url)
     body = os.urandom(1000) * (PART_BYTES // 1000 + 2000)
     assert PART_BYTES < len(body) < 2 * PART_BYTES
     store.put_new("weights", body)
@@ -136,7 +139,7 @@ def test_reads_run_at_once_where_each_waits_for_a_network(small_s3):
     assert server.most_open == 1
 
 
-def test_refuses_plain_http_to_another_machine(moto_url, monkeypatch):
+def test_refuses_plain_http_to_another_machine(s3_url, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://storage.example:9000")
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL is plain http on another machine"):
         open_store("s3://bucket")
@@ -148,7 +151,7 @@ def test_refuses_plain_http_to_another_machine(moto_url, monkeypatch):
     ("name", "value"),
     [("AWS_ENDPOINT_URL", "localhost:9000"), ("AWS_SECRET_ACCESS_KEY", "hunter2\n"), ("AWS_SECRET_ACCESS_KEY", None)],
 )
-def test_refuses_variables_that_make_no_client(moto_url, monkeypatch, name, value):
+def test_refuses_variables_that_make_no_client(s3_url, monkeypatch, name, value):
     if value is None:
         monkeypatch.delenv(name)
     else:
@@ -174,3 +177,58 @@ def test_reads_keys_from_the_profile_files(small_s3, monkeypatch, tmp_path):
     open_store("s3://bucket").put_new("a", b"x")
     assert "Credential=profile-id/" in server.authorizations[-1]
     assert "/eu-central-1/s3/" in server.authorizations[-1]
+
+
+def test_a_profile_may_name_a_program_that_prints_keys(small_s3, monkeypatch, tmp_path):
+    server = small_s3()
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    keys = {"Version": 1, "AccessKeyId": "printed-id", "SecretAccessKey": "s", "SessionToken": "t"}
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path / 'keys.json'}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    open_store("s3://bucket").put_new("a", b"x")
+    assert "Credential=printed-id/" in server.authorizations[-1]
+    (tmp_path / "keys.json").write_text("hunter2")
+    with pytest.raises((ConfigError, StoreError)) as refused:
+        open_store("s3://bucket", retry_s=0.2).get("a")
+    assert "hunter2" not in str(refused.value)
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """The service that gives an instance its keys."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_PUT(self):
+        self.answer("a-token")
+
+    def do_GET(self):
+        role = "/latest/meta-data/iam/security-credentials/"
+        keys = {"AccessKeyId": "instance-id", "SecretAccessKey": "s", "Token": "t", "Code": "Success"}
+        times = {"LastUpdated": "2026-01-01T00:00:00Z", "Expiration": "2100-01-01T00:00:00Z", "Type": "AWS-HMAC"}
+        self.answer("role" if self.path == role else json.dumps(keys | times))
+
+    def answer(self, text):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+def test_an_instance_gets_its_keys_from_its_metadata_service(small_s3, monkeypatch, tmp_path):
+    server = small_s3()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as metadata:
+        thread = threading.Thread(target=metadata.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{metadata.server_address[1]}")
+        open_store("s3://bucket").put_new("a", b"x")
+        metadata.shutdown()
+        thread.join()
+    assert "Credential=instance-id/" in server.authorizations[-1]

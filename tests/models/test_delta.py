@@ -2,15 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_contracts.errors import ContractError, DigestMismatch
-from models.delta import Delta, apply_delta, delta_from_bytes, delta_to_bytes, make_delta
+from models.delta import Change, Delta, apply_delta, delta_from_bytes, delta_to_bytes, make_delta
 from models.digest import bits_of, weights_digest
-from models.policy import weights_to_bytes
+from models.policy import metadata_from_bytes, weights_from_bytes, weights_to_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
@@ -54,10 +55,14 @@ def test_applying_gives_the_same_bits(versions):
 
 @settings(max_examples=60, deadline=None)
 @given(two_versions())
-def test_it_never_exceeds_the_changed_tensors(versions):
+def test_it_counts_what_changed_and_names_nothing_else(versions):
     base, new = versions
-    changed = [n for n in base if not torch.equal(bits_of(base[n]), bits_of(new[n]))]
-    assert make_delta(base, new).num_bytes <= sum(new[n].numel() * new[n].element_size() for n in changed)
+    differs = {n: int((bits_of(base[n]) != bits_of(new[n])).sum()) for n in base}
+    delta = delta_from_bytes(delta_to_bytes(make_delta(base, new)))
+    assert {name: len(change.places) for name, change in delta.changes.items()} == {
+        name: num for name, num in differs.items() if num
+    }
+    assert delta.num_changed == sum(differs.values())
 
 
 @pytest.mark.parametrize("num_changed", [1, 10, 400, 9_000, 100_000])
@@ -70,30 +75,38 @@ def test_gaps_of_every_width_come_back(num_changed):
     assert same_bits(apply_delta(base, delta), new)
 
 
-def test_one_per_cent_changed_costs_about_three_bytes_a_change():
+def neighbours(base, share):
+    """Move a share of the elements to the next number up or down, as a small step of training does."""
     generator = torch.Generator().manual_seed(0)
-    base = {"a": torch.randn(1000, 1000, generator=generator).bfloat16()}
-    new = {"a": base["a"].clone()}
-    bits_of(new["a"])[torch.randperm(1_000_000, generator=generator)[:10_000]] ^= 1
-    delta = make_delta(base, new)
-    assert delta.tensors["a@gaps"].dtype == torch.uint8
-    assert 30_000 <= delta.num_bytes <= 33_500  # 2 million bytes in full
+    new = base.clone()
+    hit = torch.rand(base.shape, generator=generator) < share
+    up = torch.rand(base.shape, generator=generator) < 0.5
+    bits_of(new)[(hit & up).view(-1)] += 1
+    bits_of(new)[(hit & ~up).view(-1)] -= 1
+    return new
 
 
-def test_a_far_change_is_reached_over_unchanged_places():
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.05, 0.2, 0.5, 0.9])
+def test_its_size_comes_near_what_the_changed_places_and_directions_say(share):
+    base = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    new = neighbours(base, share)
+    delta = make_delta({"a": base}, {"a": new})
+    assert abs(delta.num_changed / 1e6 - share) < 0.01
+    places = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    least = (places + share) * 1e6 / 8
+    size = len(delta_to_bytes(delta))
+    assert least < size < 1.12 * least + 1000
+    assert same_bits(apply_delta({"a": base}, delta_from_bytes(delta_to_bytes(delta))), {"a": new})
+
+
+def test_a_far_change_and_no_change_cost_next_to_nothing():
     base = {"a": torch.zeros(5_000_000, dtype=torch.uint8)}
     new = {"a": base["a"].clone()}
     new["a"][-1] = 7
-    delta = make_delta(base, new)
-    assert delta.num_bytes < 10
+    delta = delta_from_bytes(delta_to_bytes(make_delta(base, new)))
+    assert len(delta_to_bytes(delta)) < 1000
     assert same_bits(apply_delta(base, delta), new)
-
-
-def test_dense_changes_are_stored_whole_and_equal_weights_not_at_all():
-    base = {"a": torch.randn(100), "b": torch.randn(100)}
-    delta = make_delta(base, {"a": base["a"] + 1, "b": base["b"].clone()})
-    assert list(delta.tensors) == ["a"]
-    assert make_delta(base, base).tensors == {}
+    assert make_delta(base, base).changes == {}
 
 
 def test_a_wrong_base_is_refused():
@@ -114,15 +127,31 @@ def test_altered_entries_are_refused():
     new = {"a": base["a"].clone()}
     new["a"][3] = -1
     good = make_delta(base, new)
-    altered = Delta({**good.tensors, "a@new": torch.tensor([-2.0])}, good.base_digest, good.digest)
+
+    def altered(name, places, steps):
+        return Delta({name: Change(100, places, steps)}, good.base_digest, good.digest)
+
+    steps = good.changes["a"].steps
     with pytest.raises(DigestMismatch, match="result has digest"):
-        apply_delta(base, altered)
-    outside = Delta({**good.tensors, "a@gaps": torch.tensor([200], dtype=torch.int32)}, good.base_digest, good.digest)
+        apply_delta(base, altered("a", good.changes["a"].places, steps + np.uint32(1)))
     with pytest.raises(ContractError, match="entries of weight a"):
-        apply_delta(base, outside)
-    unknown = Delta({"z": torch.zeros(1)}, good.base_digest, good.digest)
+        apply_delta(base, altered("a", np.array([200]), steps))
+    with pytest.raises(ContractError, match="entries of weight a"):
+        apply_delta(base, altered("a", np.array([3]), steps.astype(np.uint16)))
     with pytest.raises(ContractError, match="weight z is not in the base"):
-        apply_delta(base, unknown)
+        apply_delta(base, altered("z", np.array([0]), steps))
+
+
+def test_torn_planes_are_refused():
+    base = {"a": torch.arange(100.0)}
+    body = delta_to_bytes(make_delta(base, {"a": base["a"] + 1}))
+    planes, metadata = weights_from_bytes(body), metadata_from_bytes(body)
+    torn = {**planes, "size4.0": planes["size4.0"][:-3]}
+    with pytest.raises(ContractError, match=r"plane size4\.0 is missing or torn"):
+        delta_from_bytes(weights_to_bytes(torn, metadata))
+    del torn["size4.0"]
+    with pytest.raises(ContractError, match=r"plane size4\.0 is missing or torn"):
+        delta_from_bytes(weights_to_bytes(torn, metadata))
 
 
 def test_weights_that_cannot_be_compared_are_refused():
