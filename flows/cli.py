@@ -216,6 +216,20 @@ def down() -> None:
 
 
 @app.command()
+def serve(
+    file: Annotated[Path | None, typer.Option(help="A prefect.yaml; infra/deploy/prefect.yaml when not given.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Flow runs at once; no limit when not given.")] = None,
+) -> None:
+    """Offer scheduled training in Prefect: runs deployments on their schedule and on demand, until stopped."""
+    from flows import conduct
+
+    services = conduct.ensure_services()
+    from flows.serve import serve_deployments  # Prefect reads its environment when it is imported
+
+    serve_deployments(file, limit, services.prefect_ui_url)
+
+
+@app.command()
 def runs(store: StoreUrl = None) -> None:
     """List the runs in a store."""
     from dashboards.show import show_runs

@@ -101,7 +101,6 @@ class Placement:
 
         Raises:
             ServiceError: the scheduler does not answer.
-            ConfigError: a worker would play several roles in one process.
         """
         for part in self._parts:
             if part.start and part.start.future.wrapped_future.done():

@@ -8,6 +8,7 @@ that fails is placed again (`flows.placement`); one that is dead for good ends t
 error. A flow that is terminated asks the roles to stop, and gives them a while to do so.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ STOP_LIMIT_S = 20.0
 
 def make_task_runner(config: RunConfig) -> DaskTaskRunner:
     """Return the placement of a run: an existing Dask cluster, or one local process for each role."""
+    logging.getLogger("distributed").setLevel(logging.WARNING)  # prefect-dask has it tell every connection
     if config.orchestration.scheduler:
         return DaskTaskRunner(address=config.orchestration.scheduler)
     preload_roles()

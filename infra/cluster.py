@@ -39,12 +39,14 @@ class Offer:
     Attributes:
         worker: its address.
         resources: what it offers, of OFFERED.
-        is_free: whether it works on nothing at the moment.
+        is_free: whether it would take a role now: it works on nothing, and is not paused or closing.
+        num_at_once: roles that it would play at a time, in one process; none is given to it when that is not 1.
     """
 
     worker: str
     resources: frozenset[str]
     is_free: bool
+    num_at_once: int = 1
 
 
 def resource_of(role: str) -> str:
@@ -53,10 +55,9 @@ def resource_of(role: str) -> str:
 
 
 def read_offers(client: Client) -> list[Offer]:
-    """Return the running workers of a cluster that would play roles.
+    """Return the workers of a cluster that would play roles.
 
     Raises:
-        ConfigError: a worker would play several roles at once, in one process.
         ServiceError: the scheduler does not answer.
     """
     try:
@@ -68,15 +69,11 @@ def read_offers(client: Client) -> list[Offer]:
     offers = []
     for address, worker in identity["workers"].items():
         amounts = {name: worker["resources"].get(name, 0) for name in OFFERED}
-        if min(sum(amounts.values()), worker["nthreads"]) > 1:
-            told = " ".join(f"{name}={amount:g}" for name, amount in amounts.items() if amount)
-            raise ConfigError(
-                f"Dask worker {address}: offers {told} on {worker['nthreads']} threads, but every role needs a process "
-                "of its own: start it with --nthreads 1, and more of them with --nworkers"
-            )
         resources = frozenset(name for name, amount in amounts.items() if amount >= 1)
-        if resources and worker["status"] == "running":
-            offers.append(Offer(address, resources, is_free=not tasks.get(address)))
+        if resources:
+            num_at_once = min(int(sum(amounts.values())), worker["nthreads"])
+            is_free = worker["status"] == "running" and not tasks.get(address) and num_at_once == 1
+            offers.append(Offer(address, resources, is_free, num_at_once))
     return offers
 
 
@@ -133,7 +130,14 @@ def explain_missing(address: str, roles: Sequence[str], missing: Sequence[str], 
     resource = resource_of(missing[0])
     wanted = sum(resource_of(role) == resource for role in roles)
     lacking = [role for role in missing if resource_of(role) == resource]
-    busy = sum(resource in offer.resources and not offer.is_free for offer in offers)
+    having = [offer for offer in offers if resource in offer.resources]
+    crowded = [offer for offer in having if offer.num_at_once > 1]
+    if crowded:
+        return (
+            f"Dask worker {crowded[0].worker}: would play {crowded[0].num_at_once} roles at once, but every role needs "
+            "a process of its own: start it with --nthreads 1, and more of them with --nworkers"
+        )
+    busy = sum(not offer.is_free for offer in having)
     got = f"{wanted - len(lacking)} ({busy} more busy)" if busy else str(wanted - len(lacking))
     return (
         f"orchestration.scheduler {address}: expected {wanted} free worker(s) that offer {resource}, got {got}; none "

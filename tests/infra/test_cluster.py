@@ -93,7 +93,7 @@ def wait_for_release() -> None:
 
 def test_a_worker_that_would_play_two_roles_in_one_process_is_refused(make_cluster: Make) -> None:
     address = make_cluster({"many": {"ROLE": 4}}, nthreads=4)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ConfigError, match="offers ROLE=4 on 4 threads, but every role needs a process of its own"):
+    with pytest.raises(ConfigError, match="would play 4 roles at once, but every role needs a process of its own"):
         check_cluster(address, ("reward",), patience_s=0)
 
 
