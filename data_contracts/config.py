@@ -233,6 +233,7 @@ class RunConfig(Frozen):
                 )
         if not self.envs:
             raise ValueError("envs is empty: name at least one")
+        self._refuse_devices_that_do_not_fit()
         most = self.rollout.max_workers
         if most is not None and most < self.rollout.workers:
             raise ValueError(f"rollout.max_workers {most} is below rollout.workers {self.rollout.workers}")
@@ -266,6 +267,18 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"curriculum.sampler asks for {least} samples, samples_per_group is {self.samples_per_group}: raise it"
             )
+
+    def _refuse_devices_that_do_not_fit(self) -> None:
+        devices = self.orchestration.devices
+        for role, num in (("rollout", self.rollout.workers), ("train", 1)):
+            if role in devices and len(devices[role]) != num:
+                raise ValueError(
+                    f"orchestration.devices.{role} is for {len(devices[role])} processes, and there are {num}"
+                )
+        named = [device for entries in devices.values() for entry in entries for device in entry.split(",")]
+        double = sorted({device for device in named if named.count(device) > 1})
+        if double:
+            raise ValueError(f"orchestration.devices: {', '.join(double)} named more than once")
 
     def _refuse_ratios_of_two_distributions(self) -> None:
         """Refuse ratios to a nucleus: recorded log-probabilities are those of the tokens kept, the trainer's of all."""

@@ -281,3 +281,6 @@ class OrchestrationConfig(Frozen):
     scheduler: Address | None = Field(default=None, pattern=r"^[a-z]+://.+")
     """Address of an existing Dask cluster, such as tcp://10.0.0.1:8786, with a worker process for every role (see
     infra/cluster.py); None starts local processes."""
+    devices: dict[Literal["rollout", "train"], tuple[Annotated[str, Field(pattern=r"^\d+(,\d+)*$")], ...]] = {}
+    """Role to the CUDA devices of each of its local processes in turn, as in CUDA_VISIBLE_DEVICES; a role that is not
+    named sees all. Workers of a Dask cluster are started with their own."""

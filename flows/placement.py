@@ -40,6 +40,13 @@ def role_names(config: RunConfig) -> list[str]:
     return [*names, "export"] if config.tracking.enabled else names
 
 
+def devices_of(config: RunConfig, role: str, number: int) -> str:
+    """Return the CUDA devices of a role's process of that number, as for CUDA_VISIBLE_DEVICES; empty for all."""
+    if config.orchestration.scheduler or role not in config.orchestration.devices:
+        return ""
+    return config.orchestration.devices[role][number]
+
+
 @dataclass
 class Start:
     """One start of a part: a process that plays it, or did."""
@@ -56,6 +63,7 @@ class Part:
     Attributes:
         name: the role.
         label: what people call it, for example rollout-2.
+        devices: CUDA devices it may use; empty for all.
         is_extra: whether the run does without it: it is given up when its worker goes.
         failures: starts that ended with an error.
         deaths: starts whose process died, since version `died_at` was the newest.
@@ -63,6 +71,7 @@ class Part:
 
     name: str
     label: str
+    devices: str = ""
     is_extra: bool = False
     start: Start | None = None
     num_starts: int = 0
@@ -86,7 +95,9 @@ class Placement:
         self._waits_for = ""
         names = role_names(run.config)
         for i, name in enumerate(names):
-            self._parts.append(Part(name, name if names.count(name) == 1 else f"{name}-{names[:i].count(name)}"))
+            number = names[:i].count(name)
+            label = name if names.count(name) == 1 else f"{name}-{number}"
+            self._parts.append(Part(name, label, devices_of(run.config, name, number)))
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +169,7 @@ class Placement:
             "run_url": self._run.store.url,
             "writer": writer,
             "label": label,
+            "devices": part.devices,
             "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI", ""),
         }
         with annotate(workers=[worker], allow_other_workers=False, resources={resource_of(part.name): 1}):

@@ -27,7 +27,7 @@ LEAVING_POLL_S = 0.2
 
 
 @task(task_run_name="{label}", cache_policy=NO_CACHE)
-def play_role(name: str, run_url: str, writer: str, label: str, tracking_uri: str) -> str:
+def play_role(name: str, run_url: str, writer: str, label: str, devices: str, tracking_uri: str) -> str:
     """Play one role of a run, once.
 
     Args:
@@ -35,6 +35,7 @@ def play_role(name: str, run_url: str, writer: str, label: str, tracking_uri: st
         run_url: the run's prefix in the store.
         writer: id of this start in the records.
         label: what Prefect calls it.
+        devices: CUDA devices it may use; empty for all that this process may.
         tracking_uri: MLflow's address for a worker that has none; may be empty.
 
     Raises:
@@ -49,6 +50,8 @@ def play_role(name: str, run_url: str, writer: str, label: str, tracking_uri: st
         ROLLFLOW_FLOW_RUN_ID=str(flow_run.id or ""),
         ROLLFLOW_FLOW_RUN_URL=str(flow_run.ui_url or ""),
     )
+    if devices:  # CUDA reads it when it is first used in this process
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
     try:
         how = play(name, run_url, writer, _told_to_leave)
     except FINAL as error:
@@ -85,4 +88,4 @@ def _told_to_leave(role: Role) -> Iterator[None]:
 def role_alone(name: str, run_url: str) -> str:
     """Play one role of a run that goes on elsewhere."""
     check_role(name)
-    return play_role(name, run_url, new_writer(), name, "")
+    return play_role(name, run_url, new_writer(), name, "", "")

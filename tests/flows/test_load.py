@@ -4,12 +4,13 @@ import typing
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from data_contracts.config import LocalModel, RunConfig
 from data_contracts.errors import ConfigError
 from data_contracts.losses import PpoClip
 from flows.load import SHIPPED, load_run_config, override
+from flows.placement import devices_of
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
@@ -146,3 +147,28 @@ def test_another_kind_begins_from_its_own_defaults() -> None:
     assert override(before, ["--algorithm.loss.type", "reinforce"]).algorithm.loss.type == "reinforce"
     with pytest.raises(ConfigError, match="no_such_kind"):
         override(before, ["--algorithm.loss.type", "no_such_kind"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "complaint"),
+    [
+        ({"rollout": ["0"]}, r"devices\.rollout is for 1 processes, and there are 2"),
+        ({"rollout": ["0", "3"], "train": ["2,3"]}, "devices: 3 named more than once"),
+        ({"train": ["gpu0"]}, r"devices\.train"),
+        ({"reward": ["0"]}, r"devices\.reward"),
+    ],
+)
+def test_devices_fit_the_processes_and_no_two_share_one(devices: dict[str, list[str]], complaint: str) -> None:
+    values = {"rollout": {"workers": 2}, "orchestration": {"devices": devices}}
+    with pytest.raises(ValidationError, match=complaint):
+        RunConfig.model_validate(values)
+
+
+def test_each_local_process_sees_its_own_devices_and_workers_of_a_cluster_keep_theirs() -> None:
+    values = {"rollout": {"workers": 2}, "orchestration": {"devices": {"rollout": ["0", "1"], "train": ["2,3"]}}}
+    config = RunConfig.model_validate(values)
+    assert [devices_of(config, "rollout", number) for number in range(2)] == ["0", "1"]
+    assert devices_of(config, "train", 0) == "2,3"
+    assert devices_of(config, "reward", 0) == ""
+    elsewhere = override(config, ["--orchestration.scheduler", "tcp://127.0.0.1:8786"])
+    assert devices_of(elsewhere, "train", 0) == ""

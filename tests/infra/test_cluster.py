@@ -1,10 +1,12 @@
 """A run asks a cluster for its workers before it begins, on a real scheduler with real workers."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from pathlib import Path
 
 import pytest
-from distributed import Client, Event, Scheduler, SpecCluster, Worker
+from distributed import Client, Scheduler, SpecCluster, Worker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,21 +76,19 @@ def test_a_lacking_worker_is_named_with_the_command_that_starts_one(
         check_cluster(whole, roles, patience_s=0)
 
 
-def test_a_worker_that_is_at_work_is_not_free(whole: str) -> None:
+def test_a_worker_that_is_at_work_is_not_free(whole: str, tmp_path: Path) -> None:
     with Client(whole, set_as_default=False) as client:
-        release = Event("release", client=client)
-        task = client.submit(wait_for_release, resources={"ROLLOUT": 1}, pure=False)
-        Event("begun", client=client).wait(10)
+        task = client.submit(work_until, str(tmp_path / "release"), resources={"ROLLOUT": 1}, pure=False)
         with pytest.raises(ConfigError, match=r"offer ROLLOUT, got 0 \(1 more busy\); none for rollout"):
             check_cluster(whole, ROLES, patience_s=0)
-        release.set()
-        task.result(10)
+        (tmp_path / "release").touch()
+        task.result(30)
     check_cluster(whole, ROLES, patience_s=5)
 
 
-def wait_for_release() -> None:
-    Event("begun").set()
-    Event("release").wait(30)
+def work_until(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.02)
 
 
 def test_a_worker_that_would_play_two_roles_in_one_process_is_refused(make_cluster: Make) -> None:
