@@ -34,7 +34,8 @@ that is claimed in a lagging view after the last commit stays in flight when the
 from data_contracts.protocol_curate import Judged, decide_verdicts, followed
 from data_contracts.protocol_leases import Lease, Leases, Timeouts
 from data_contracts.protocol_rollout import decide_claim, decide_rebase, decide_reclaim, owned, room
-from data_contracts.protocol_state import LOGS, RETURNED, Account, LogName, Rules, RunState, Ticket
+from data_contracts.protocol_state import LOGS, RETURNED, LogName, RunState
+from data_contracts.protocol_ticket import Account, Rules, Ticket
 from data_contracts.protocol_train import (
     Finished,
     Recover,

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from data_contracts.protocol_state import RunState, Ticket
+from data_contracts.protocol_state import RunState
+from data_contracts.protocol_ticket import Ticket
 from data_contracts.records import Curated, GroupRef, Verdict
 
 

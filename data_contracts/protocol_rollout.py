@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from data_contracts.protocol_leases import Lease
-from data_contracts.protocol_state import RunState, Ticket
+from data_contracts.protocol_state import RunState
+from data_contracts.protocol_ticket import Ticket
 from data_contracts.protocol_train import plan_step
 from data_contracts.records import Claim
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from data_contracts.errors import ProtocolError
-from data_contracts.protocol_state import RunState, Ticket
+from data_contracts.protocol_state import RunState
+from data_contracts.protocol_ticket import Ticket
 from data_contracts.records import Consumed, Refused
 
 RefuseReason = Literal["unreadable", "digest", "contract", "dropped", "timeout", "overbooked"]

@@ -141,7 +141,8 @@ def _export(target: Run) -> None:
     elif uri is None:
         typer.echo(f"no MLflow server is up; start one with `rollflow up`, then: {later}")
         return
-    from infra.tracking import Exporter, export_loop
+    from infra.export_loop import export_loop
+    from infra.tracking import Exporter
 
     tags = {"rollflow.replay_of": target.replay_of}
     exporter = Exporter(target.store, uri, target.config, target.id, packages=target.packages, tags=tags)

@@ -144,6 +144,19 @@ class Log(Generic[R]):
             ) from cause
 
 
+class Cached(Generic[R]):
+    """The records of a short log, each read once: records never change."""
+
+    def __init__(self, log: Log[R]) -> None:
+        self._log = log
+        self._records: list[R] = []
+
+    def read(self) -> list[R]:
+        """Return all records that exist now."""
+        self._records += self._log.read_from(len(self._records))
+        return self._records
+
+
 GROWTH = 1.01
 """A wait found something late by about a hundredth of how long it took: roles in a row add their delays up."""
 

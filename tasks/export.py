@@ -8,11 +8,12 @@ import os
 import time
 
 from data_contracts.records import Control, Evaluation
+from infra.export_loop import export_loop
 from infra.heartbeats import read_heartbeats
 from infra.history import run_state
 from infra.log import Log
 from infra.runs import load_run
-from infra.tracking import Exporter, export_loop
+from infra.tracking import Exporter
 from tasks.role import Role
 from tasks.supervise import is_alive, is_local
 

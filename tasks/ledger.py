@@ -7,7 +7,8 @@ process's record was made before that record was known: the caller applies it (d
 import json
 
 from data_contracts.config import RunConfig
-from data_contracts.protocol_state import LOGS, LogName, Rules, RunState
+from data_contracts.protocol_state import LOGS, LogName, RunState
+from data_contracts.protocol_ticket import Rules
 from data_contracts.records import Claim, Commit, Curated, Record, Refused
 from infra.log import Log
 from infra.objects import get_object

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from data_contracts.errors import ProtocolError
-from data_contracts.protocol_state import LOGS, Rules, RunState
+from data_contracts.protocol_state import LOGS, RunState
+from data_contracts.protocol_ticket import Rules
 from data_contracts.records import (
     BatchRef,
     Claim,

@@ -25,9 +25,10 @@ from data_contracts.config import EvaluateConfig, RunConfig, TrackingConfig
 from data_contracts.errors import ConfigError, ContractError, ProtocolError, ServiceError
 from data_contracts.records import Audit, Commit, Control, Curated, Evaluation, RuleResult
 from infra import services
+from infra.export_loop import export_loop
 from infra.log import Log
 from infra.store import Store, open_store
-from infra.tracking import Exporter, export_loop
+from infra.tracking import Exporter
 
 CONFIG = RunConfig(name="placeholder", steps=6, tracking=TrackingConfig(register_every=3, experiment="tests"))
 
@@ -258,7 +259,7 @@ def test_a_run_is_told_whole(scene: Scene, recorded: Recorded):
     recorded.whole_run()
     exporter = scene.exporter(recorded, packages={"torch": "2.13"}, flow_run_id="f1", flow_run_url="http://x/f1")
 
-    assert exporter.export_available() == 7 + 3
+    assert exporter.export_available() == 7 + 3 + 2, "commits, evaluations, audits"
 
     held = scene.held()
     assert held["status"] == "FINISHED"
@@ -614,7 +615,7 @@ def test_the_loop_waits_for_the_server_and_says_so_once(
     messages = [record.getMessage() for record in caplog.records if record.name == "rollflow.export"]
     assert len(messages) == 2
     assert "does not answer" in messages[0]
-    assert messages[1].endswith("answers again; exported 10 records")
+    assert messages[1].endswith("answers again; exported 12 records")
     assert scene.runs()[0][1] == "FINISHED"
 
 
