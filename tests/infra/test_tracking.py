@@ -281,6 +281,7 @@ def test_a_run_is_told_whole(scene: Scene, recorded: Recorded):
     assert (tags["rollflow.flow_run_id"], tags["rollflow.flow_run"]) == ("f1", "http://x/f1")
     assert tags["rollflow.state"] == "ended at version 6"
     assert sorted(held["files"]) == [
+        *(f"data_quality/{n:010d}.json" for n in range(2)),
         *(f"evaluations/{n:010d}.json" for n in range(3)),
         *(f"lineage/{first:010d}.json" for first in (0, 1, 4)),
     ]
