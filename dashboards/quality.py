@@ -60,7 +60,9 @@ def data_quality(quality: Quality) -> str:
     if not quality.rules:
         return ""
     windows = ", ".join(f"{quality.num_rows[stage]} {stage} rows in {n}" for stage, n in quality.num_windows.items())
-    lead = f"Windows of data against suites of expectations: {windows} windows; {quality.num_violations} violations."
+    count = quality.num_violations
+    found = f"{count} violation{'' if count == 1 else 's'}"
+    lead = f"Windows of data against suites of expectations: {windows} windows; {found}."
     body = f'<div class="card">{_rules(quality)}</div>'
     if quality.courses:
         statistics = f"<summary>{len(quality.courses)} statistics, window by window</summary>{_courses(quality)}"

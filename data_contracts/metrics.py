@@ -153,8 +153,11 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 
 HISTOGRAMS: dict[str, tuple[str, str]] = {
-    "staleness/tokens": ("versions", "sampled tokens by age in versions, at consumption, excluded ones too"),
-    "staleness/samples": ("versions", "samples by age of their oldest token"),
+    "staleness/tokens": (
+        "versions",
+        "sampled tokens by age, at consumption, excluded ones too; not those with an age bound of their own",
+    ),
+    "staleness/samples": ("versions", "samples by age of their oldest token; not those with a bound of their own"),
     "length/tokens": ("tokens", "samples by response length, buckets of powers of two, named by their upper end"),
 }
 

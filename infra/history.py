@@ -177,7 +177,7 @@ def audit_summary(audits: Sequence[Audit]) -> str:
             if not result.passed:
                 broken[result.rule] = broken.get(result.rule, 0) + 1
     told = ", ".join(f"{rule} {count}" for rule, count in sorted(broken.items(), key=lambda item: (-item[1], item[0])))
-    return shorten(f"{len(audits)} windows, {sum(broken.values())} violations" + (f": {told}" if told else ""), 500)
+    return shorten(f"windows {len(audits)}, violations {sum(broken.values())}" + (f": {told}" if told else ""), 500)
 
 
 def _points(values: Mapping[str, float], step: int, at_ms: int) -> list[Point]:

@@ -136,7 +136,8 @@ def staleness_metrics(data: StepData) -> tuple[Metrics, dict[str, dict[str, floa
             "staleness/max": float(offered.max()),
             "staleness/p95": float(np.quantile(offered.numpy(), 0.95, method="higher")),
         }
-    return metrics, {"staleness/tokens": _count(age), "staleness/samples": _count(oldest[oldest >= 0])}
+    is_own = torch.tensor([sample.max_age is None for sample in data.samples]) & (oldest >= 0)
+    return metrics, {"staleness/tokens": _count(age[~is_reused]), "staleness/samples": _count(oldest[is_own])}
 
 
 def reward_metrics(data: StepData) -> Metrics:

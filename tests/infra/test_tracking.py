@@ -318,7 +318,7 @@ def test_what_the_audit_found_is_told_window_by_window(scene: Scene, recorded: R
     assert scene.points("audit/scored/reward.mean") == [(0, 0.5), (1, 2.0)]
     assert scene.points("audit/scored/violations") == [(0, 0.0), (1, 1.0)]
     assert scene.points("audit/scored/reward.std") == []
-    assert scene.tag("rollflow.data_quality") == "2 windows, 1 violations: reward_level 1"
+    assert scene.tag("rollflow.data_quality") == "windows 2, violations 1: reward_level 1"
     assert '"observed": "2"' in scene.held()["files"]["data_quality/0000000001.json"]
     recorded.audit("raw", passed=True)
     assert exporter.export_available() == 1

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from data_contracts.algorithm import AlgorithmConfig, Gdpo
+from data_contracts.metrics import check_names
+from models.diagnostics import staleness_metrics
 from models.step import step_data
 
 
@@ -29,6 +31,20 @@ def test_tokens_older_than_the_bound_leave_the_loss(make_groups, bound, kept):
     data = step_data([[sample]], AlgorithmConfig(), version=3, max_staleness=bound)
     assert data.versions[data.mask].tolist() == kept
     assert len(data.versions) == 3
+
+
+def test_a_sample_may_have_an_age_bound_of_its_own(make_groups):
+    ((fresh, reused, stale),) = make_groups(1, 3)
+    reused, stale = replace(reused, max_age=3), replace(stale, max_age=2)
+    fresh = replace(fresh, policy_versions=np.where(fresh.action_mask, 3, -1))
+    data = step_data([[fresh, reused, stale]], AlgorithmConfig(), version=3, max_staleness=0)
+    assert data.mask[data.sequence < 2].all()
+    assert not data.mask[data.sequence == 2].any()
+    metrics, histograms = staleness_metrics(data)
+    assert (metrics["staleness/max"], metrics["reuse/age_max"]) == (0.0, 3.0)
+    assert metrics["reuse/tokens"] == reused.action_mask.sum()
+    assert set(histograms["staleness/tokens"]) == {"0"}
+    check_names(metrics, histograms)
 
 
 def test_truncated_responses_can_be_masked_but_their_rewards_count(make_groups):
