@@ -275,6 +275,14 @@ class RunConfig(Frozen):
                 raise ValueError(
                     f"orchestration.devices.{role} is for {len(devices[role])} processes, and there are {num}"
                 )
+        backend = self.train.backend
+        if "train" in devices and isinstance(backend, DeepspeedBackend) and backend.collectives == "nccl":
+            num = devices["train"][0].count(",") + 1
+            if num != backend.num_processes:
+                raise ValueError(
+                    f"orchestration.devices.train names {num} devices for {backend.num_processes} processes of "
+                    "train.backend: every one takes a device of its own"
+                )
         named = [device for entries in devices.values() for entry in entries for device in entry.split(",")]
         double = sorted({device for device in named if named.count(device) > 1})
         if double:

@@ -164,6 +164,13 @@ def test_devices_fit_the_processes_and_no_two_share_one(devices: dict[str, list[
         RunConfig.model_validate(values)
 
 
+def test_every_rank_of_the_trainer_has_a_device() -> None:
+    words = ["--train.backend.type", "deepspeed", "--train.backend.collectives", "nccl"]
+    values = {"orchestration": {"devices": {"train": ["0,1,2"]}}}
+    with pytest.raises(ConfigError, match=r"devices\.train names 3 devices for 2 processes"):
+        override(RunConfig.model_validate(values), words)
+
+
 def test_each_local_process_sees_its_own_devices_and_workers_of_a_cluster_keep_theirs() -> None:
     values = {"rollout": {"workers": 2}, "orchestration": {"devices": {"rollout": ["0", "1"], "train": ["2,3"]}}}
     config = RunConfig.model_validate(values)

@@ -1,6 +1,7 @@
 """The deployment files name only what exists: commands, options, ports, addresses, variables, images and files."""
 
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 import yaml
 from distributed.cli.dask_scheduler import main as dask_scheduler
 from distributed.cli.dask_worker import main as dask_worker
+from packaging.requirements import Requirement
 from pydantic import BaseModel
 
 from data_contracts.config import RunConfig
@@ -151,6 +153,13 @@ def test_images_are_built_from_files_that_are_there() -> None:
     assert all((ROOT / source).exists() for source in sources)
     layers = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     assert layers <= sources, "every folder of the code is in the image"
+
+
+def test_the_train_image_has_a_deepspeed_that_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = Requirement(project["optional-dependencies"]["deepspeed"][0])
+    (pinned,) = [rest for word, rest in instructions(DEPLOY / "docker/train.Dockerfile") if word == "ARG"]
+    assert pinned.removeprefix("DEEPSPEED=deepspeed==") in wanted.specifier
 
 
 def test_every_image_that_is_used_has_a_dockerfile() -> None:
