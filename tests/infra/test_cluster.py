@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from distributed import Client, Scheduler, SpecCluster, Worker
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_contracts.errors import ConfigError
@@ -134,6 +134,7 @@ def most_placed(roles: list[str], offers: list[Offer]) -> int:
     return best
 
 
+@settings(deadline=None)
 @given(NAMES, OFFERS)
 def test_as_many_roles_as_can_be_get_a_fitting_worker_of_their_own(roles: list[str], offers: list[Offer]) -> None:
     placed = assign(roles, offers)
@@ -143,6 +144,7 @@ def test_as_many_roles_as_can_be_get_a_fitting_worker_of_their_own(roles: list[s
     assert len(placed) == most_placed(roles, offers)
 
 
+@settings(deadline=None)
 @given(NAMES, OFFERS, st.data())
 def test_further_roles_take_no_worker_from_earlier_ones(roles: list[str], offers: list[Offer], data) -> None:
     num = data.draw(st.integers(0, len(roles)))
