@@ -185,6 +185,55 @@ class FrozenValue(Part):
         return self
 
 
+class Turns(Part):
+    """The group-relative reward of a whole episode, spread over its turns (AsyncWebRL's constant normalizer).
+
+    A turn is what the policy says between two messages of the env: a stretch of sampled tokens.
+    """
+
+    type: Literal["turns"] = "turns"
+    eps: float = Field(default=1e-5, ge=0)
+    """Added to the group's standard deviation (n)."""
+    divide_by: int | None = Field(default=10, gt=0)
+    """Each token gets the episode's advantage by this number; None takes the episode's own number of turns, which
+    makes each token of a long failure count less."""
+
+
+class TurnReturns(Part):
+    """The rewards from a turn on, relative to the same turn of the group's other samples.
+
+    Our definition. The reward of turn k is the component `turn/k`, k from 0; what of the whole reward no turn accounts
+    for belongs to the last one.
+    """
+
+    type: Literal["turn_returns"] = "turn_returns"
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """By turn."""
+    normalize: bool = True
+    """Divide by the deviation (n-1) of the turn over the group."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation (reward)."""
+
+
+class Tree(Part):
+    """The value of the branch that a token stands on, relative to the other branches of the same depth (BranchGRPO).
+
+    A group is a tree when some of its samples go on from the middle of others (rollout.branching); the value of a
+    branch is the mean reward of the samples that share it. Without branches it is grpo. A token is in the loss once,
+    in the sample that sampled it.
+    """
+
+    type: Literal["tree"] = "tree"
+    among: Literal["depth", "siblings"] = "depth"
+    """Compare with all branches after as many branchings, or only with those that begin at the same place (TRACE)."""
+    eps: float = Field(default=1e-8, ge=0)
+    """Added to the standard deviation (reward)."""
+    least_std: float = Field(default=1e-6, ge=0)
+    """Branches whose values deviate (n-1) less than this get 0."""
+    largest: float = Field(default=5.0, gt=0)
+    """Advantages are cut off at plus and minus this."""
+
+
 Advantage = Annotated[
     Grpo
     | Rloo
@@ -199,7 +248,10 @@ Advantage = Annotated[
     | Gpg
     | Opob
     | Gae
-    | FrozenValue,
+    | FrozenValue
+    | Turns
+    | TurnReturns
+    | Tree,
     Field(discriminator="type"),
 ]
 

@@ -29,6 +29,9 @@ from data_contracts.advantages import (
     ReinforcePlusPlus,
     RewardKl,
     Rloo,
+    Tree,
+    TurnReturns,
+    Turns,
     ValueHead,
 )
 from data_contracts.corrections import (
@@ -41,6 +44,7 @@ from data_contracts.corrections import (
     InterpolatedProximal,
     MaskedWeights,
     NoWeights,
+    OffContextWeights,
     OffPolicySequenceMask,
     Proximal,
     RecomputedProximal,
@@ -99,6 +103,7 @@ __all__ = [
     "MaxRl",
     "McGrpo",
     "NoWeights",
+    "OffContextWeights",
     "OffPolicySequenceMask",
     "Opo",
     "Opob",
@@ -116,6 +121,9 @@ __all__ = [
     "StepSize",
     "TokenMean",
     "TruncatedWeights",
+    "Tree",
+    "TurnReturns",
+    "Turns",
     "Update",
     "ValueHead",
     "Veto",
@@ -208,6 +216,13 @@ class AlgorithmConfig(Part):
                 f"importance {importance.type!r} with proximal 'behavior': ratios are already taken against the "
                 "behavior policy, so the correction would be counted twice; set importance 'none' or proximal "
                 "'recomputed'"
+            )
+        if isinstance(importance, OffContextWeights) and not isinstance(
+            proximal, RecomputedProximal | BehaviorProximal
+        ):
+            yield (
+                f"importance 'off_context' weighs by the policy of the step's start, so with proximal "
+                f"{proximal.type!r} another correction would be mixed into it; set proximal 'recomputed'"
             )
         if isinstance(loss, PpoEwma):
             if isinstance(proximal, BehaviorProximal):

@@ -9,11 +9,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from data_contracts.algorithm import AlgorithmConfig, EwmaProximal, Opob, SlowFastUpdate, SnapshotProximal
+from data_contracts.algorithm import (
+    AlgorithmConfig,
+    EwmaProximal,
+    OffContextWeights,
+    Opob,
+    SlowFastUpdate,
+    SnapshotProximal,
+    Tree,
+)
 from data_contracts.config_backend import DeepspeedBackend, TorchBackend, TrainBackend
 from data_contracts.config_roles import (
     AuditConfig,
     BalanceRule,
+    Branching,
     ContrastRule,
     CurateConfig,
     CurateRule,
@@ -54,6 +63,7 @@ __all__ = [
     "AdditionEnv",
     "AuditConfig",
     "BalanceRule",
+    "Branching",
     "CodeEnv",
     "ContrastRule",
     "CurateConfig",
@@ -238,6 +248,7 @@ class RunConfig(Frozen):
         if most is not None and most < self.rollout.workers:
             raise ValueError(f"rollout.max_workers {most} is below rollout.workers {self.rollout.workers}")
         self._refuse_odd_curricula()
+        self._refuse_rollouts_that_do_not_fit()
         self._refuse_ratios_of_two_distributions()
         self._refuse_what_ranks_cannot_do()
         return self
@@ -287,6 +298,24 @@ class RunConfig(Frozen):
         double = sorted({device for device in named if named.count(device) > 1})
         if double:
             raise ValueError(f"orchestration.devices: {', '.join(double)} named more than once")
+
+    def _refuse_rollouts_that_do_not_fit(self) -> None:
+        rollout, size = self.rollout, self.samples_per_group
+        if rollout.guided_samples > size:
+            raise ValueError(f"rollout.guided_samples {rollout.guided_samples} exceeds samples_per_group {size}")
+        if rollout.branching is not None and rollout.branching.trunks >= size:
+            raise ValueError(
+                f"rollout.branching.trunks {rollout.branching.trunks} leaves no sample of {size} to branch off; "
+                "lower it, or raise samples_per_group"
+            )
+        if rollout.branching is not None and rollout.guided_samples:
+            raise ValueError("rollout.branching and rollout.guided_samples: a branch could not tell its guidance")
+        if isinstance(self.algorithm.importance, OffContextWeights) and not rollout.guided_samples:
+            raise ValueError(
+                "algorithm.importance 'off_context' has no effect without guidance: set rollout.guided_samples"
+            )
+        if isinstance(self.algorithm.advantage, Tree) and rollout.branching is None:
+            raise ValueError("algorithm.advantage 'tree' needs a tree: set rollout.branching, or use advantage 'grpo'")
 
     def _refuse_ratios_of_two_distributions(self) -> None:
         """Refuse ratios to a nucleus: recorded log-probabilities are those of the tokens kept, the trainer's of all."""

@@ -36,6 +36,15 @@ class TorchEngine(Frozen):
 EngineConfig = Annotated[TorchEngine, Field()]
 
 
+class Branching(Frozen):
+    """Some samples of a group go on from the middle of others' responses, which makes the group a tree."""
+
+    trunks: int = Field(default=1, gt=0)
+    """Samples of each group that begin at the prompt; the others branch off these, in turn."""
+    at: Literal["evenly", "unlikely"] = "evenly"
+    """Where they branch off: at equal distances along the response, or in place of its least likely tokens."""
+
+
 class RolloutConfig(Frozen):
     """The rollout role."""
 
@@ -59,6 +68,11 @@ class RolloutConfig(Frozen):
     """Take new weights between two tokens; otherwise only when no sequence is in flight."""
     max_errors: int = Field(default=3, ge=0)
     """Retries of one sample after an engine error before it becomes an error row."""
+    guided_samples: int = Field(default=0, ge=0)
+    """Samples of each group whose prompt holds the env's guidance (a hint, or the beginning of a solution); they are
+    trained on the prompt without it, so an importance such as off_context should account for it."""
+    branching: Branching | None = None
+    """Roll groups out as trees, for advantage `tree`; None begins every sample at the prompt."""
 
 
 class OverlongPenalty(Frozen):

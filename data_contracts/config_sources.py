@@ -93,6 +93,8 @@ class ProblemFile(Frozen):
     """Name of the field that holds the question."""
     instruction: str = ""
     """Text put before every question."""
+    hint: str = ""
+    """Name of the field that holds guidance, put behind the question where a rollout is guided; empty for none."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts, relative to the other envs."""
     name: str = ""

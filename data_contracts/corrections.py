@@ -127,7 +127,31 @@ class AdaptiveWeights(WeightPart):
         return True
 
 
-Importance = Annotated[NoWeights | TruncatedWeights | MaskedWeights | AdaptiveWeights, Field(discriminator="type")]
+class OffContextWeights(WeightPart):
+    """Where a prompt held guidance: how likely the response is without it, by how likely it was with it (OC-GRPO).
+
+    Responses without guidance have weight 1, whatever the mismatch or staleness. The policy with guidance is the one
+    that sampled, as recorded, so where it was older its age is in the weight as well.
+    """
+
+    type: Literal["off_context"] = "off_context"
+    low: float = Field(default=0.01, ge=0)
+    """Smallest weight."""
+    high: float = Field(default=1.0, gt=0)
+    """Largest weight."""
+    level: Literal["token", "geometric"] = "token"
+    """One weight per token, or for all tokens of a sequence the geometric mean of theirs."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> "OffContextWeights":
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}: no weight would fit")
+        return self
+
+
+Importance = Annotated[
+    NoWeights | TruncatedWeights | MaskedWeights | AdaptiveWeights | OffContextWeights, Field(discriminator="type")
+]
 
 
 # Filters: tokens that leave the loss for what the current weights make of them; denominators stay

@@ -119,6 +119,40 @@ PRESETS: dict[str, Preset] = {
         "DRPO; Optimization-AI/DRPO",
         {"loss": {"type": "drpo"}},
     ),
+    # guidance, turns and trees
+    "oc_grpo": Preset(
+        "guided rollouts trained without the guidance, weighed by what it did; wants rollout.guided_samples",
+        "OC-GRPO; AgPriyank/OC-GRPO",
+        {"proximal": RECOMPUTED, "importance": {"type": "off_context"}, "loss": CLIP},
+    ),
+    "async_web": Preset(
+        "decoupled PPO on whole episodes, an episode's advantage divided by 10 for each token of its turns",
+        "AsyncWebRL; microsoft/webgym",
+        {
+            "advantage": {"type": "turns", "divide_by": 10},
+            "proximal": RECOMPUTED,
+            "importance": {"type": "masked", "low": 0.0, "high": 5.0},
+            "loss": {**CLIP, "dual_clip": 3.0},
+        },
+    ),
+    "turn_grpo": Preset(
+        "rewards from a turn on, relative to the same turn of the group's others, clipped at 0.2",
+        "turn-level advantages; our definition",
+        {"advantage": {"type": "turn_returns"}, "loss": CLIP},
+        basis="interpretation",
+    ),
+    "branch_grpo": Preset(
+        "values of branches relative to their depth, clipped at 0.2 (0.001 in the source, for images); "
+        "wants rollout.branching",
+        "BranchGRPO; Fredreic1849/BranchGRPO",
+        {"advantage": {"type": "tree"}, "loss": CLIP},
+    ),
+    "trace": Preset(
+        "values of branches relative to those that begin at the same place; wants rollout.branching",
+        "TRACE's update (its allocation of rollouts is not here); notes",
+        {"advantage": {"type": "tree", "among": "siblings"}, "loss": CLIP},
+        basis="notes",
+    ),
     # value models
     "ppo_gae": Preset(
         "PPO: value head on the policy's hidden state, generalized advantages, clipped at 0.2; works with one sample",

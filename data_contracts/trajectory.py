@@ -16,7 +16,7 @@ from data_contracts.errors import RowInvalid, SchemaMismatch
 
 Stage = Literal["raw", "scored"]
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 FINISH_REASONS = ("stop", "length", "tool", "aborted", "error")
 PER_TOKEN = ("response_ids", "action_mask", "behavior_logprobs", "policy_versions")
 
@@ -33,7 +33,7 @@ RAW_COLUMNS = (
     column("prompt_id", pa.string(), unit="id", doc="<env>/<index>: names the prompt for ever"),
     column("env", pa.string(), unit="name", doc="the environment that made the prompt and judges the answer"),
     column("seed", pa.int64(), unit="seed", doc="seed of this sample's random stream"),
-    column("prompt_ids", pa.list_(pa.int32()), unit="token id", shape="P", doc="prompt as given to the engine"),
+    column("prompt_ids", pa.list_(pa.int32()), unit="token id", shape="P", doc="prompt that is trained on"),
     column(
         "response_ids", pa.list_(pa.int32()), unit="token id", shape="T", doc="sampled and inserted tokens, in order"
     ),
@@ -77,7 +77,29 @@ RAW_COLUMNS = (
     column("queued_at", pa.float64(), unit="s since epoch", doc="when the claim was made, by the writer's clock"),
     column("started_at", pa.float64(), unit="s since epoch", doc="when the first token was asked for"),
     column("finished_at", pa.float64(), unit="s since epoch", doc="when the last token arrived"),
+    column(
+        "guided_prompt_ids",
+        pa.list_(pa.int32()),
+        unit="token id",
+        shape="P",
+        doc="prompt as given to the engine when that held guidance which prompt_ids has not; empty otherwise",
+    ),
+    column(
+        "branch_of",
+        pa.int32(),
+        unit="count from 0",
+        doc="sample of the group whose response this one shares the beginning of; -1 for none",
+    ),
+    column(
+        "branch_at",
+        pa.int32(),
+        unit="tokens",
+        doc="leading response tokens that are those of branch_of; nothing was sampled for them here",
+    ),
 )
+
+SINCE_VERSION_2: dict[str, object] = {"guided_prompt_ids": [], "branch_of": -1, "branch_at": 0}
+"""Columns that batches of version 1 lack, and what they stood for there."""
 
 SCORED_COLUMNS = (
     column("response_text", pa.string(), unit="text", doc="decoded for rewards and people; never encoded again"),
@@ -199,6 +221,7 @@ class _Columns:
         num_tokens = self.ragged("response_ids")[1]
         self._find_scalars(num_tokens)
         self._find_tokens(num_tokens, vocab_size, newest_version)
+        self._find_branches(num_tokens)
         if stage != "raw":
             self._find_rewards()
 
@@ -261,7 +284,7 @@ class _Columns:
         logprobs = self.ragged("behavior_logprobs")[0]
         versions = self.ragged("policy_versions")[0]
         limit = np.inf if vocab_size is None else vocab_size
-        for name in ("prompt_ids", "response_ids"):
+        for name in ("prompt_ids", "response_ids", "guided_prompt_ids"):
             ids, lengths = self.ragged(name)
             of_row = np.repeat(np.arange(self.table.num_rows), lengths)
             self.refuse_tokens((ids < 0) | (ids >= limit), of_row, ids, name, f"token ids from 0 and below {limit}")
@@ -286,6 +309,31 @@ class _Columns:
                 f"at most {newest_version}, the newest commit",
             )
         self._find_used_versions(rows[is_action], versions[is_action])
+
+    def _find_branches(self, num_tokens: np.ndarray) -> None:
+        """Refuse rows that share a beginning with no earlier sample, or that claim to have sampled what they share."""
+        parent, at, sample = (self.scalar(name) for name in ("branch_of", "branch_at", "sample"))
+        own = parent < 0
+        if own.all() and not at.any():
+            return
+        self.refuse(
+            (own & (parent != -1)) | (~own & (parent >= sample)),
+            "branch_of",
+            "-1 or an earlier sample of the group",
+            lambda row: parent[row],
+        )
+        self.refuse(
+            np.where(own, at != 0, (at < 1) | (at >= np.maximum(num_tokens, 1))),
+            "branch_at",
+            "0 without branch_of, else fewer tokens than the response has",
+            lambda row: at[row],
+        )
+        rows = np.repeat(np.arange(len(at)), num_tokens)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
+        is_action = self.ragged("action_mask")[0]
+        self.refuse_tokens(
+            is_action & (place < at[rows]), rows, is_action, "action_mask", "false for tokens of another sample"
+        )
 
     def _find_used_versions(self, rows: np.ndarray, versions: np.ndarray) -> None:
         used, num_used = self.ragged("used_versions")
@@ -349,14 +397,33 @@ def decode(body: bytes, *, name: str) -> pa.Table:
         SchemaMismatch: the bytes are not a complete Arrow IPC file; `name` says whose.
     """
     try:
-        return pa.ipc.open_file(pa.BufferReader(body)).read_all()
+        return upgraded(pa.ipc.open_file(pa.BufferReader(body)).read_all())
     except (pa.ArrowInvalid, OSError) as cause:
         raise SchemaMismatch(f"{name}: expected a complete Arrow IPC file, got {len(body)} bytes: {cause}") from cause
 
 
-def make_table(rows: Sequence[Mapping[str, object]], stage: Stage) -> pa.Table:
-    """Build a table of `stage` from rows of Python values; every column must be named."""
+def upgraded(table: pa.Table) -> pa.Table:
+    """Return a table of version 1 with the columns that came later; any other table as it is."""
+    metadata = table.schema.metadata or {}
+    stage = metadata.get(b"contract", b"").decode().removeprefix("trajectory/")
+    if metadata.get(b"version") != b"1" or stage not in SCHEMAS:
+        return table
     schema = SCHEMAS[stage]
+    if [name for name in schema.names if name not in SINCE_VERSION_2] != table.schema.names:
+        return table
+    columns = {
+        field.name: pa.array([SINCE_VERSION_2[field.name]] * table.num_rows, field.type)
+        if field.name in SINCE_VERSION_2
+        else table.column(field.name)
+        for field in schema
+    }
+    return pa.table(columns, schema=schema)
+
+
+def make_table(rows: Sequence[Mapping[str, object]], stage: Stage) -> pa.Table:
+    """Build a table of `stage` from rows of Python values; every column of version 1 must be named."""
+    schema = SCHEMAS[stage]
+    rows = [{**SINCE_VERSION_2, **row} for row in rows]
     return pa.table(
         {field.name: pa.array([row[field.name] for row in rows], field.type) for field in schema}, schema=schema
     )

@@ -1,10 +1,9 @@
 """From rewards to advantages, per group of samples of one prompt. No gradient flows through here.
 
-Legend: S sequences, N tokens, K groups.
+Advantages that differ within a response stand in token_advantages.py. Legend: S sequences, N tokens, K groups.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,75 +23,15 @@ from data_contracts.algorithm import (
     Opob,
     ReinforcePlusPlus,
     Rloo,
+    Tree,
+    TurnReturns,
+    Turns,
 )
 from data_contracts.errors import ContractError
-from models.tokens import sequence_lengths, sequence_sum
-from models.values import gae as estimate
-from models.values import token_rewards, traces
+from models.outcomes import Outcomes, deviation, divide, whiten
+from models.token_advantages import frozen_value, gae, tree, turn_returns, turns
 
-
-@dataclass(frozen=True, slots=True)
-class Outcomes:
-    """The rewarded samples of a step."""
-
-    raw_rewards: Tensor
-    """[S] float64, before any penalty."""
-    group: Tensor
-    """[S] int64, 0 to num_groups - 1."""
-    num_groups: int
-    mask: Tensor
-    """[N] bool, True where the token is in the loss."""
-    sequence: Tensor
-    """[N] int64, index of the token's sample."""
-    components: Mapping[str, Tensor] = field(default_factory=dict)
-    """[S] float64 by name of the reward component, NaN for a sample that lacks it."""
-    score_weights: Tensor | None = None
-    """[S] float64, see models/scores.py; None where nobody measured gradients."""
-    penalty: Tensor | None = None
-    """[N] float64 to be taken off the rewards token by token; None takes nothing."""
-    values: Tensor | None = None
-    """[N] float32 in units of reward, from a value model; None where there is none, or not yet."""
-
-    @property
-    def rewards(self) -> Tensor:
-        """Rewards less what is to be taken off them over their tokens, [S] float64."""
-        if self.penalty is None:
-            return self.raw_rewards
-        return self.raw_rewards - sequence_sum(self.penalty, self.mask, self.sequence, len(self.raw_rewards))
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens in the loss of each sample, [S] float64."""
-        return sequence_lengths(self.mask, self.sequence, len(self.rewards)).double()
-
-    def group_sum(self, values: Tensor) -> Tensor:
-        """Return the sum [K] of values [S] over each group."""
-        return torch.zeros(self.num_groups, dtype=values.dtype).index_add(0, self.group, values)
-
-    def group_size(self) -> Tensor:
-        """Return for each sample the size [S] of its group, as float64."""
-        return self.group_sum(torch.ones_like(self.rewards))[self.group]
-
-    def group_mean(self, values: Tensor) -> Tensor:
-        """Return for each sample the mean [S] over its group."""
-        return self.group_sum(values)[self.group] / self.group_size()
-
-    def centered(self) -> Tensor:
-        """Return reward minus the group's mean [S]; exactly 0 where a group's rewards are all equal."""
-        centered = self.rewards - self.group_mean(self.rewards)
-        return torch.where(self.is_constant(self.rewards), torch.zeros_like(centered), centered)
-
-    def is_constant(self, values: Tensor) -> Tensor:
-        """Return for each sample whether its group's values are all equal, [S] bool, compared exactly."""
-        low = torch.full((self.num_groups,), torch.inf, dtype=values.dtype)
-        low = low.scatter_reduce(0, self.group, values, "amin")
-        high = torch.full((self.num_groups,), -torch.inf, dtype=values.dtype)
-        high = high.scatter_reduce(0, self.group, values, "amax")
-        return (low == high)[self.group]
-
-    def to_tokens(self, values: Tensor) -> Tensor:
-        """Return values [S] repeated for each token, [N]."""
-        return values[self.sequence]
+__all__ = ["ADVANTAGES", "Outcomes"]
 
 
 def grpo(outcomes: Outcomes, cfg: Grpo) -> Tensor:
@@ -104,11 +43,11 @@ def grpo(outcomes: Outcomes, cfg: Grpo) -> Tensor:
     if cfg.std == "none":
         return outcomes.to_tokens(centered)
     if cfg.std == "batch":
-        std = _std(outcomes.rewards)
+        std = deviation(outcomes.rewards)
     else:
         freedom = outcomes.group_size() - (1 if cfg.std == "unbiased" else 0)
         std = (outcomes.group_sum(centered**2)[outcomes.group] / freedom.clamp(min=1)).sqrt()
-    return outcomes.to_tokens(_divide(centered, std + cfg.eps))
+    return outcomes.to_tokens(divide(centered, std + cfg.eps))
 
 
 def rloo(outcomes: Outcomes, cfg: Rloo) -> Tensor:
@@ -124,7 +63,7 @@ def reinforce_pp(outcomes: Outcomes, cfg: ReinforcePlusPlus) -> Tensor:
     Rewards count for every token of their response (discount 1), tokens behind tool output included.
     """
     values = outcomes.to_tokens(outcomes.centered() if cfg.group_baseline else outcomes.rewards)
-    return _whiten(values, outcomes.mask, eps=cfg.eps)
+    return whiten(values, outcomes.mask, eps=cfg.eps)
 
 
 def opo(outcomes: Outcomes, cfg: Opo) -> Tensor:
@@ -132,7 +71,7 @@ def opo(outcomes: Outcomes, cfg: Opo) -> Tensor:
     del cfg
     lengths = outcomes.lengths
     total = outcomes.group_sum(lengths)[outcomes.group]
-    baseline = _divide(outcomes.group_sum(lengths * outcomes.rewards)[outcomes.group], total)
+    baseline = divide(outcomes.group_sum(lengths * outcomes.rewards)[outcomes.group], total)
     alone = outcomes.group_size() == 1
     advantages = torch.where(alone, outcomes.rewards, outcomes.rewards - baseline)
     return outcomes.to_tokens(
@@ -144,7 +83,7 @@ def maxrl(outcomes: Outcomes, cfg: MaxRl) -> Tensor:
     """Return (r - mean) / mean of each group [N]; 0 where the mean is not positive."""
     del cfg
     mean = outcomes.group_mean(outcomes.rewards)
-    return outcomes.to_tokens(torch.where(mean > 0, _divide(outcomes.centered(), mean), torch.zeros_like(mean)))
+    return outcomes.to_tokens(torch.where(mean > 0, divide(outcomes.centered(), mean), torch.zeros_like(mean)))
 
 
 def mc_grpo(outcomes: Outcomes, cfg: McGrpo) -> Tensor:
@@ -170,7 +109,7 @@ def gdpo(outcomes: Outcomes, cfg: Gdpo) -> Tensor:
     """
     parts = torch.stack(list(_normalized_components(outcomes, cfg, "gdpo")))
     total, flat = parts.sum(0), (outcomes.group_sum((parts != 0).any(0).double()) == 0)[outcomes.group]
-    normalized = (total - total.mean()) / (_std(total) + cfg.eps)
+    normalized = (total - total.mean()) / (deviation(total) + cfg.eps)
     return outcomes.to_tokens(torch.where(flat, torch.zeros_like(normalized), normalized))
 
 
@@ -186,7 +125,7 @@ def _normalized_components(outcomes: Outcomes, cfg: Gdpo | Gd2po, name: str) -> 
         known = ~values.isnan()
         values = torch.where(known, values, torch.zeros_like(values))
         count = outcomes.group_sum(known.double())[outcomes.group]
-        centered = torch.where(known, values - _divide(outcomes.group_sum(values)[outcomes.group], count), 0.0)
+        centered = torch.where(known, values - divide(outcomes.group_sum(values)[outcomes.group], count), 0.0)
         centered = torch.where(outcomes.is_constant(values), torch.zeros_like(centered), centered)
         std = (outcomes.group_sum(centered**2)[outcomes.group] / (count - 1).clamp(min=1)).sqrt()
         yield cfg.component_weights.get(component, 1.0) * centered / (std + cfg.eps)
@@ -208,7 +147,7 @@ def gd2po(outcomes: Outcomes, cfg: Gd2po) -> Tensor:
         dropped &= total.abs() / (size + 1e-8) < cfg.threshold
     kept_share = outcomes.group_mean((~dropped).double())
     counted = ~dropped[outcomes.sequence]
-    values = _whiten(outcomes.to_tokens(total * kept_share), outcomes.mask & counted, eps=1e-8)
+    values = whiten(outcomes.to_tokens(total * kept_share), outcomes.mask & counted, eps=1e-8)
     return torch.where(counted, values, torch.zeros_like(values))
 
 
@@ -227,7 +166,7 @@ def ddca(outcomes: Outcomes, cfg: Ddca) -> Tensor:
     accuracy = outcomes.centered()
     if cfg.baseline == "mean":
         std = (outcomes.group_sum(accuracy**2)[outcomes.group] / size).sqrt()
-        accuracy = _divide(accuracy, std + 1e-8)
+        accuracy = divide(accuracy, std + 1e-8)
         others = _mean_over(outcomes, squashed, right)
     else:
         accuracy = accuracy * size / (size - 1).clamp(min=1)
@@ -266,49 +205,11 @@ def opob(outcomes: Outcomes, cfg: Opob) -> Tensor:
     )
 
 
-def gae(outcomes: Outcomes, cfg: Gae) -> Tensor:
-    """Return generalized advantages [N], perhaps whitened over the tokens in the loss; 0 before values are known."""
-    if outcomes.values is None:
-        return torch.zeros(len(outcomes.mask), dtype=torch.float64)
-    mask, sequence = outcomes.mask, outcomes.sequence
-    rewards = token_rewards(outcomes.raw_rewards, outcomes.penalty, mask, sequence)
-    trace = traces(cfg, mask, sequence, len(outcomes.raw_rewards))
-    raw = estimate(rewards, outcomes.values, mask, sequence, discount=cfg.discount, trace=trace)
-    return _whiten(raw, mask, eps=cfg.eps) if cfg.whiten else raw
-
-
-def frozen_value(outcomes: Outcomes, cfg: FrozenValue) -> Tensor:
-    """Return the value of each token [N], perhaps whitened over the tokens in the loss; 0 before values are known."""
-    if outcomes.values is None:
-        return torch.zeros(len(outcomes.mask), dtype=torch.float64)
-    values = torch.where(outcomes.mask, outcomes.values.double(), 0.0)
-    return _whiten(values, outcomes.mask, eps=cfg.eps) if cfg.whiten else values
-
-
-def _whiten(values: Tensor, counted: Tensor, *, eps: float) -> Tensor:
-    """Return values [N] minus the mean, by the root of the variance (n-1) plus eps, of those counted."""
-    chosen = values[counted]
-    if chosen.numel() < 2 or (chosen == chosen[0]).all():
-        return torch.zeros_like(values)
-    return (values - chosen.mean()) / (chosen.var() + eps).sqrt()
-
-
 def _mean_over(outcomes: Outcomes, values: Tensor, chosen: Tensor) -> Tensor:
     """Return for each sample the mean [S] over the chosen samples of its group, 0 where there are none."""
     count = outcomes.group_sum(chosen.double())
     total = outcomes.group_sum(torch.where(chosen, values, torch.zeros_like(values)))
     return (total / count.clamp(min=1))[outcomes.group]
-
-
-def _std(values: Tensor) -> Tensor:
-    return values.std() if values.numel() > 1 else torch.zeros((), dtype=values.dtype)
-
-
-def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return the quotient, and 0 where the numerator is 0 whatever the denominator."""
-    nothing = numerator == 0
-    quotient = numerator / torch.where(nothing, torch.ones_like(numerator), denominator)
-    return torch.where(nothing, torch.zeros_like(quotient), quotient)
 
 
 ADVANTAGES: dict[type, Callable[..., Tensor]] = {
@@ -326,4 +227,7 @@ ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     Gpg: gpg,
     Gae: gae,
     FrozenValue: frozen_value,
+    Turns: turns,
+    TurnReturns: turn_returns,
+    Tree: tree,
 }

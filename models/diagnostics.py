@@ -198,7 +198,10 @@ def measure(
     mask = data.mask & ~logp.isnan()
     metrics, histograms = staleness_metrics(data)
     metrics |= ratio_metrics(logp, data.behavior, mask, data.sequence, len(data.samples))
-    metrics |= mismatch_metrics(start_logp, data.behavior, mask & (data.versions == data.version))
+    same = mask & (data.versions == data.version)
+    if data.guided is not None:  # another prompt is no mismatch of kernels
+        same &= ~data.guided[data.sequence]
+    metrics |= mismatch_metrics(start_logp, data.behavior, same)
     metrics |= lag_metrics(data, logp, mask, cut)
     metrics |= reward_metrics(data)
     lengths, length_histogram = length_metrics(data)

@@ -19,6 +19,7 @@ from data_contracts.algorithm import (
     InterpolatedProximal,
     MaskedWeights,
     NoWeights,
+    OffContextWeights,
     OffPolicySequenceMask,
     RecomputedProximal,
     SnapshotProximal,
@@ -64,6 +65,17 @@ def masked(batch: TokenBatch, cfg: MaskedWeights) -> tuple[Tensor, Tensor]:
     ratio = ratio_of(batch, cfg.level)
     kept = batch.mask & (ratio >= cfg.low) & (ratio <= cfg.high)
     return ratio if cfg.weight == "ratio" else torch.ones_like(ratio), kept
+
+
+def off_context(batch: TokenBatch, cfg: OffContextWeights) -> tuple[Tensor, Tensor]:
+    """Return the ratio between low and high where the prompt held guidance, else 1, and the mask as it is.
+
+    The behavior policy saw the guidance and the proximal one did not, so their ratio holds what the guidance did.
+    """
+    if batch.guided is None:
+        return torch.ones_like(batch.behavior), batch.mask
+    ratio = ratio_of(batch, cfg.level).clamp(cfg.low, cfg.high)
+    return torch.where(batch.guided[batch.sequence] & batch.mask, ratio, torch.ones_like(ratio)), batch.mask
 
 
 def adaptive(batch: TokenBatch, cfg: AdaptiveWeights) -> tuple[Tensor, Tensor]:
@@ -166,6 +178,7 @@ WEIGHTS: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {
     TruncatedWeights: truncated,
     MaskedWeights: masked,
     AdaptiveWeights: adaptive,
+    OffContextWeights: off_context,
 }
 
 FILTERS: dict[type, Callable[..., Tensor]] = {

@@ -33,6 +33,12 @@ class Sample:
     """Named parts of the reward."""
     max_age: int | None = None
     """Bound in versions on the age of its tokens, in place of the run's; None takes the run's."""
+    is_guided: bool = False
+    """Whether it was sampled from another prompt, with guidance in it, than the one it is trained on."""
+    branch_of: int = -1
+    """Index in its group of the sample whose response it shares the beginning of; -1 for none."""
+    branch_at: int = 0
+    """Leading response tokens that it shares."""
 
     @property
     def name(self) -> str:
@@ -63,8 +69,11 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
             "temperature",
             "finish_reason",
             "reward_names",
+            "branch_of",
+            "branch_at",
         )
     }
+    guided = table.column("guided_prompt_ids").combine_chunks().value_lengths().to_numpy() > 0
     columns["reward_values"] = table.column("reward_values").to_pylist()
     return [
         Sample(
@@ -75,6 +84,9 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
             temperature=columns["temperature"][row],
             finish_reason=columns["finish_reason"][row],
             components=dict(zip(columns["reward_names"][row], columns["reward_values"][row], strict=True)),
+            is_guided=bool(guided[row]),
+            branch_of=columns["branch_of"][row],
+            branch_at=columns["branch_at"][row],
         )
         for row in good_rows(table).tolist()
     ]

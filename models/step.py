@@ -13,6 +13,7 @@ from torch import Tensor
 from data_contracts.algorithm import AlgorithmConfig
 from models.advantages import ADVANTAGES, Outcomes
 from models.samples import Sample
+from models.structure import Structure, structure_of
 from models.tokens import TokenBatch
 
 
@@ -50,6 +51,10 @@ class StepData:
     """[N] float32 by the value model at the step's start; None where there is none."""
     score_weights: Tensor | None = None
     """[S] float64, see models/scores.py; None where nobody measured gradients."""
+    structure: Structure | None = None
+    """Turns and branches."""
+    guided: Tensor | None = None
+    """[S] bool, True where the behavior policy had guidance in its prompt; None for nowhere."""
 
     def tokens_of(self, members: Sequence[int]) -> Tensor:
         """Return the places [n] in the flat arrays of all tokens of some samples, in the order of the samples."""
@@ -107,6 +112,7 @@ class StepData:
             version=self.version,
             entropy=entropy,
             entropy_coefficient=entropy_coefficient,
+            guided=None if self.guided is None else self.guided[chosen].to(device),
         )
 
     def knowing(self, algorithm: AlgorithmConfig, **found: Tensor) -> "StepData":
@@ -144,6 +150,7 @@ def step_data(
         mask = fresh & whole[sequence]
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     group = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups]))
+    guided = torch.tensor([s.is_guided for s in samples], dtype=torch.bool)
     data = StepData(
         samples=samples,
         offsets=np.concatenate([[0], np.cumsum(counts)]),
@@ -158,6 +165,8 @@ def step_data(
         advantages=torch.zeros(len(sequence)),
         version=version,
         components=_components(samples),
+        structure=structure_of(samples, group, torch.from_numpy(_positions(acted))),
+        guided=guided if guided.any() else None,
     )
     return replace(data, advantages=_advantages(data, algorithm))
 
@@ -173,6 +182,7 @@ def _advantages(data: StepData, algorithm: AlgorithmConfig) -> Tensor:
         data.score_weights,
         data.penalty,
         data.values,
+        data.structure,
     )
     return ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float()
 
@@ -183,6 +193,11 @@ def _components(samples: Sequence[Sample]) -> dict[str, Tensor]:
         name: torch.tensor([s.components.get(name, float("nan")) for s in samples], dtype=torch.float64)
         for name in names
     }
+
+
+def _positions(acted: list[np.ndarray]) -> np.ndarray:
+    """Return the place of every sampled token in its response."""
+    return np.concatenate([np.flatnonzero(mask) for mask in acted]) if acted else np.zeros(0, np.int64)
 
 
 def _flat(arrays: list[np.ndarray], acted: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -52,6 +52,8 @@ class TokenBatch:
     """[N] nats, of the distribution that the token was drawn from."""
     entropy_coefficient: float = 0.0
     """Present coefficient of an adaptive entropy bonus (loss per nat)."""
+    guided: Tensor | None = None
+    """[S] bool, True where the behavior policy had guidance in its prompt; None for nowhere."""
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:

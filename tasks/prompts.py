@@ -6,6 +6,7 @@ is ever encoded again.
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, limit: int) -> list[int]:
     if unknown is not None and ids.count(unknown) > text.count(tokenizer.unk_token):
         raise ConfigError(f"prompt {prompt.id} has characters that the model's tokenizer does not know: {text[:80]!r}")
     return list(ids)
+
+
+def with_guidance(prompt: Prompt) -> Prompt:
+    """Return the prompt with the env's guidance in its content.
+
+    Raises:
+        ConfigError: the env has none to give.
+    """
+    if prompt.guided is None:
+        raise ConfigError(
+            f"prompt {prompt.id} has no guidance: set rollout.guided_samples 0, or choose an env that gives some"
+        )
+    return replace(prompt, content=prompt.guided)
 
 
 def make_decoder(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str]]:

@@ -9,6 +9,7 @@ from data_contracts import trajectory
 from data_contracts.config import RunConfig
 from data_contracts.records import GroupRef
 from models.requests import Finished
+from tasks.branching import FROM_PROMPT, Start
 
 MAX_SAMPLES = 1 << 20
 ENGINE = "torch"
@@ -26,7 +27,11 @@ class Group:
     queued_at: float
     num_samples: int
     error: str = ""
+    guided_ids: list[int] = field(default_factory=list)
+    """Prompt with guidance, for the samples that are to have it."""
     results: dict[int, Finished] = field(default_factory=dict)
+    starts: dict[int, Start] = field(default_factory=dict)
+    """Where samples begin that do not begin at the prompt."""
 
 
 def sample_seed(ticket: int, sample: int) -> int:
@@ -62,7 +67,8 @@ def make_raw_table(groups: list[Group], config: RunConfig) -> tuple[pa.Table, li
 def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
     sampling = config.rollout.sampling
     result = group.results.get(sample)
-    num_tokens = 0 if result is None else len(result.response_ids)
+    start = group.starts.get(sample, FROM_PROMPT)
+    shared, own = len(start.prefix), 0 if result is None else len(result.response_ids)
     return {
         "ticket": group.ticket,
         "attempt": group.attempt,
@@ -71,10 +77,10 @@ def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
         "env": group.env,
         "seed": sample_seed(group.ticket, sample),
         "prompt_ids": group.prompt_ids,
-        "response_ids": [] if result is None else result.response_ids,
-        "action_mask": np.ones(num_tokens, bool),
-        "behavior_logprobs": [] if result is None else result.logprobs,
-        "policy_versions": [] if result is None else result.versions,
+        "response_ids": [] if result is None else np.concatenate([start.prefix, result.response_ids]),
+        "action_mask": np.arange(shared + own) >= shared if result is not None else [],
+        "behavior_logprobs": [] if result is None else _behind(shared, np.nan, result.logprobs),
+        "policy_versions": [] if result is None else _behind(shared, -1, result.versions),
         "used_versions": [] if result is None else list(result.digests),
         "used_digests": [] if result is None else list(result.digests.values()),
         "finish_reason": "error" if result is None else result.finish_reason,
@@ -88,4 +94,12 @@ def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
         "queued_at": group.queued_at,
         "started_at": 0.0 if result is None else result.started_at,
         "finished_at": 0.0 if result is None else result.finished_at,
+        "guided_prompt_ids": group.guided_ids if sample < config.rollout.guided_samples else [],
+        "branch_of": -1 if result is None else start.branch_of,
+        "branch_at": 0 if result is None else shared,
     }
+
+
+def _behind(shared: int, nothing: float, values: np.ndarray) -> np.ndarray:
+    """Return values [T] behind as many places without a value as there are tokens shared with another sample."""
+    return np.concatenate([np.full(shared, nothing, values.dtype), values])

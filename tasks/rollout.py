@@ -26,13 +26,14 @@ from infra.objects import put_batch
 from models.engine import Engine
 from models.policy import build_policy
 from models.requests import Finished, Request, stop_texts
+from tasks.branching import FROM_PROMPT, starts_from, trunk_of
 from tasks.curriculum import CurriculumReader
 from tasks.engine import make_engine
 from tasks.envs.registry import Envs, build_envs
 from tasks.full_weights import WeightsFinder
 from tasks.ledger import Ledger
 from tasks.model_files import read_model_files
-from tasks.prompts import encode_prompt
+from tasks.prompts import encode_prompt, with_guidance
 from tasks.raw_rows import Group, make_raw_table, sample_seed
 from tasks.reuse import copy_group
 from tasks.role import Role
@@ -234,19 +235,23 @@ class Worker:
             self._close(group)
             return
         for sample in range(group.num_samples):
-            self._engine.submit(self._request(group, sample))
+            if trunk_of(sample, self._config.rollout.branching) < 0:
+                self._engine.submit(self._request(group, sample))
 
     def _make_group(self, ticket: int, record: Claim, place: Place, *, error: str = "") -> Group:
         prompt = self._envs.prompt_for(place.prompt)
         limit = self._engine.max_length - self._config.rollout.sampling.max_new_tokens
         env = self._envs.env_of(prompt.id).name
         ids: list[int] = []
+        guided: list[int] = []
         try:
             ids = encode_prompt(prompt, self._tokenizer, limit)
+            if self._config.rollout.guided_samples:
+                guided = encode_prompt(with_guidance(prompt), self._tokenizer, limit)
         except ConfigError as cause:  # one prompt that does not fit is an error row, not the end of the run
             error = error or str(cause)
         num_samples = place.samples or self._config.samples_per_group
-        return Group(ticket, record.attempt, prompt.id, env, ids, record.at, num_samples, error)
+        return Group(ticket, record.attempt, prompt.id, env, ids, record.at, num_samples, error, guided)
 
     def _deliver_copies(self, copies: list[tuple[int, Source]], record: Claim, curriculum: Curriculum) -> None:
         """Write copies of earlier groups, each under its own ticket, as one batch and one raw record."""
@@ -269,11 +274,13 @@ class Worker:
 
     def _request(self, group: Group, sample: int) -> Request:
         sampling = self._config.rollout.sampling
+        is_guided = sample < self._config.rollout.guided_samples
+        shared = group.starts.get(sample, FROM_PROMPT).prefix.tolist()
         return Request(
             key=(group.ticket, group.attempt, sample),
-            prompt_ids=group.prompt_ids,
+            prompt_ids=[*(group.guided_ids if is_guided else group.prompt_ids), *shared],
             seed=sample_seed(group.ticket, sample),
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=sampling.max_new_tokens - len(shared),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -284,8 +291,19 @@ class Worker:
         ticket, attempt, sample = result.key  # pyright: ignore[reportGeneralTypeIssues]
         group = self._open[(ticket, attempt)]
         group.results[sample] = result
+        self._branch(group, sample, result)
         if len(group.results) == group.num_samples:
             self._close(group)
+
+    def _branch(self, group: Group, sample: int, result: Finished) -> None:
+        """Submit the samples that go on from the middle of a finished one."""
+        branching = self._config.rollout.branching
+        if branching is None or trunk_of(sample, branching) >= 0:
+            return
+        starts = starts_from(sample, result.response_ids, result.logprobs, branching, group.num_samples)
+        group.starts |= starts
+        for branch in starts:
+            self._engine.submit(self._request(group, branch))
 
     def _close(self, group: Group) -> None:
         del self._open[(group.ticket, group.attempt)]

@@ -52,4 +52,5 @@ class Addition(Env):
     def _problem(self, place: int, prompt_id: str) -> Prompt:
         left, right = divmod(permute(place, self._base**2, _KEY), self._base)
         text = f"{left:0{self._width}d}+{right:0{self._width}d}="
-        return Prompt(prompt_id, text, f"{left + right:0{self._answer_width}d}")
+        answer = f"{left + right:0{self._answer_width}d}"
+        return Prompt(prompt_id, text, answer, guided=f"{answer} {text}")

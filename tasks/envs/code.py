@@ -16,7 +16,7 @@ from typing import Any
 from data_contracts.config import CodeEnv
 from data_contracts.errors import ConfigError, ServiceError
 from infra.sandbox import Limits, Ran, Sandbox
-from tasks.envs.problems import Problems
+from tasks.envs.problems import Problems, guided
 from tasks.envs.protocol import Env, Prompt, Score
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -121,7 +121,8 @@ class Code(Env):
 
     def _make(self, prompt_id: str, problem: dict[str, Any]) -> Prompt:
         question = self._config.instruction + str(problem[self._config.question])
-        return Prompt(prompt_id, question, str(problem["solution"]), {"tests": problem["tests"]})
+        hinted = guided(problem, question, self._config)
+        return Prompt(prompt_id, question, str(problem["solution"]), {"tests": problem["tests"]}, hinted)
 
 
 def extract(response_text: str) -> str:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math_verify import parse, verify
 
 from data_contracts.config import MathEnv
-from tasks.envs.problems import Problems
+from tasks.envs.problems import Problems, guided
 from tasks.envs.protocol import Env, Prompt, Score
 
 # The package's own time limits are alarms, which would switch off that of the process that verifies (tasks/verify.py
@@ -83,7 +83,7 @@ class Mathematics(Env):
         if self._config.answer_after:
             answer = answer.rpartition(self._config.answer_after)[2]
         question = self._config.instruction + str(problem[self._config.question])
-        return Prompt(prompt_id, question, answer.strip())
+        return Prompt(prompt_id, question, answer.strip(), guided=guided(problem, question, self._config))
 
 
 def _number(text: str) -> Fraction | None:

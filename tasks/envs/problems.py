@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,9 @@ class Problems:
         if missing:
             raise ConfigError(f"problems {self._path}, line {number}: expected an object with {list(needed)}")
         return problem
+
+
+def guided(problem: Mapping[str, Any], question: str, config: ProblemFile) -> str | None:
+    """Return the question with the problem's hint behind it; None without a hint."""
+    hint = str(problem.get(config.hint) or "") if config.hint else ""
+    return f"{question}\n{hint}" if hint else None

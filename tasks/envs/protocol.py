@@ -40,6 +40,8 @@ class Prompt:
     """The gold answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Whatever the env needs for scoring."""
+    guided: str | tuple[Message, ...] | None = None
+    """The same question with guidance, for rollouts that are to have some; None where the env has none to give."""
 
 
 @dataclass(frozen=True, slots=True)

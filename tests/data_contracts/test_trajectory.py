@@ -1,6 +1,7 @@
 """What the trajectory contract lets through, and what it says about the rest."""
 
 import math
+import re
 import time
 
 import numpy as np
@@ -14,6 +15,7 @@ from data_contracts.errors import RowInvalid, SchemaMismatch
 from data_contracts.trajectory import (
     SCHEMAS,
     SCORED_COLUMNS,
+    SINCE_VERSION_2,
     add_columns,
     check,
     check_schema,
@@ -256,16 +258,16 @@ def test_every_column_says_its_unit_and_meaning():
 
 
 def test_stages_are_not_taken_for_each_other():
-    with pytest.raises(SchemaMismatch, match="expected contract trajectory/scored version 1, got trajectory/raw"):
+    with pytest.raises(SchemaMismatch, match="expected contract trajectory/scored version 2, got trajectory/raw"):
         check(raw({}), "scored")
-    with pytest.raises(SchemaMismatch, match="expected contract trajectory/raw version 1, got trajectory/scored"):
+    with pytest.raises(SchemaMismatch, match="expected contract trajectory/raw version 2, got trajectory/scored"):
         check(scored({}), "raw")
 
 
 def test_a_table_of_another_version_or_of_none_is_refused():
     table = raw({})
-    future = table.replace_schema_metadata({"contract": "trajectory/raw", "version": "2"})
-    with pytest.raises(SchemaMismatch, match="version 1, got trajectory/raw version 2"):
+    future = table.replace_schema_metadata({"contract": "trajectory/raw", "version": "3"})
+    with pytest.raises(SchemaMismatch, match="version 2, got trajectory/raw version 3"):
         check(future, "raw")
     with pytest.raises(SchemaMismatch, match="got none version none"):
         check(table.replace_schema_metadata(None), "raw")
@@ -295,6 +297,50 @@ def test_a_column_that_lost_its_unit_or_may_be_null_is_refused():
     nullable = table.schema.field(at).with_nullable(True)
     with pytest.raises(SchemaMismatch, match="column behavior_logprobs"):
         check_schema(table.set_column(at, nullable, table.column(at)).schema, "raw")
+
+
+@pytest.mark.parametrize("stage", ["raw", "scored"])
+def test_a_batch_of_version_1_is_read_with_what_its_missing_columns_stood_for(stage):
+    table = make_table(make_rows({}, {}), stage)
+    old = table.drop_columns(list(SINCE_VERSION_2))
+    old = old.replace_schema_metadata({"contract": f"trajectory/{stage}", "version": "1"})
+    got = decode(encode(old), name="batch")
+    assert str(check(got, stage).to_pylist()) == str(table.to_pylist())  # NaN is not equal to itself
+    assert got.schema.equals(table.schema, check_metadata=True)
+    torn = old.drop_columns(["seed"])
+    with pytest.raises(SchemaMismatch, match="version 1"):
+        check(decode(encode(torn), name="batch"), stage)
+
+
+SHARED = {
+    "action_mask": [False, False, True, True],
+    "behavior_logprobs": [NAN, NAN, 0.0, -30.0],
+    "policy_versions": [-1, -1, 3, 4],
+    "branch_of": 0,
+    "branch_at": 2,
+}
+
+
+def test_a_branch_shares_the_beginning_of_an_earlier_sample():
+    assert find_invalid_rows(scored({}, SHARED, {}), "scored") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"branch_of": -2}, "branch_of: expected -1 or an earlier sample of the group, got -2"),
+        ({**SHARED, "branch_of": 1}, "branch_of: expected -1 or an earlier sample of the group, got 1"),
+        ({"branch_at": 2}, "branch_at: expected 0 without branch_of, .* got 2"),
+        ({**SHARED, "branch_at": 4}, "branch_at: expected .* fewer tokens than the response has, got 4"),
+        ({**SHARED, "branch_at": 0}, "branch_at"),
+        ({**SHARED, "branch_at": 3}, "action_mask: expected false for tokens of another sample"),
+        ({"guided_prompt_ids": [-1]}, "guided_prompt_ids: expected token ids from 0"),
+    ],
+)
+def test_a_branch_that_cannot_be_is_refused(change, problem):
+    [(row, message)] = find_invalid_rows(scored({}, change, {}), "scored")
+    assert row == 1
+    assert re.search(problem, message), message
 
 
 def test_a_row_must_name_every_column():

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from data_contracts.config import RunConfig
-from data_contracts.records import Commit
+from data_contracts.records import Commit, Scored, decode_record
 from flows.lockstep import run_in_lockstep
 from flows.replay import replay
 from infra.log import Log
-from infra.objects import get_object
+from infra.objects import get_batch, get_object
 from infra.runs import Run, create_run
 from models.trainer import checkpoint_from_bytes
 from tasks.ledger import Ledger
 from tasks.train import GroupReader
 from tasks.training import Training
 from tasks.weights import PolicyReader
-from tests.harness import tiny_config
+from tests.harness import TINY, tiny_config
 
 
 def commits_of(run: Run) -> list[Commit]:
@@ -77,3 +77,58 @@ def test_rollouts_keep_closer_while_data_are_bad(tmp_path: Path) -> None:
     ages = [commit.metrics["staleness/max"] for commit in commits]
     assert max(ages) == 4
     assert ages[-3:] == [0.0] * 3
+
+
+def rows_of(run: Run) -> list[dict]:
+    scored = [
+        record.batch
+        for key in run.store.list("log/scored")
+        for record in [decode_record(Scored, run.store.get(key))]
+        if record.batch is not None
+    ]
+    return [row for ref in scored for row in get_batch(run.store, ref, "scored").to_pylist()]
+
+
+@pytest.mark.parametrize("at", ["evenly", "unlikely"])
+def test_groups_can_be_rolled_out_as_trees(tmp_path: Path, at: str) -> None:
+    run = play(
+        tiny_config(
+            str(tmp_path),
+            samples_per_group=6,
+            algorithm={"preset": "branch_grpo"},
+            rollout={**TINY["rollout"], "branching": {"trunks": 2, "at": at}},
+        )
+    )
+    rows = rows_of(run)
+    by_name = {(row["ticket"], row["sample"]): row for row in rows}
+    branches = [row for row in rows if row["branch_of"] >= 0]
+    assert len(branches) > 0.4 * len(rows)
+    assert len({row["branch_at"] for row in branches}) > 1
+    for row in branches:
+        trunk, at_token = by_name[row["ticket"], row["branch_of"]], row["branch_at"]
+        assert row["response_ids"][:at_token] == trunk["response_ids"][:at_token]
+        assert not any(row["action_mask"][:at_token])
+        assert all(row["action_mask"][at_token:])
+    assert {row["branch_of"] for row in rows if row["sample"] < 2} == {-1}
+    assert all(commit.status == "trained" for commit in commits_of(run)[1:])
+    assert all(commit.metrics["policy/mismatch_k3"] < 1e-6 for commit in commits_of(run)[1:])
+    assert replay(run, [], evaluate=False) == 0
+
+
+def test_guided_rollouts_are_trained_without_their_guidance(tmp_path: Path) -> None:
+    run = play(
+        tiny_config(str(tmp_path), algorithm={"preset": "oc_grpo"}, rollout={**TINY["rollout"], "guided_samples": 2})
+    )
+    rows = rows_of(run)
+    assert all(bool(row["guided_prompt_ids"]) == (row["sample"] < 2) for row in rows)
+    assert all(len(row["guided_prompt_ids"]) > len(row["prompt_ids"]) for row in rows if row["sample"] < 2)
+    prompts = {row["ticket"]: row["prompt_ids"] for row in rows}
+    assert all(row["prompt_ids"] == prompts[row["ticket"]] for row in rows)
+    commits = commits_of(run)[1:]
+    assert all(commit.status == "trained" for commit in commits)
+    # the policy has never seen such a prompt: it says other things there, so without it they are weighed less
+    assert all(commit.metrics["loss/weight_mean"] < 0.999 for commit in commits)
+    # mismatch is measured where sampler and trainer had the same prompt
+    assert all(commit.metrics["policy/mismatch_k3"] < 1e-6 for commit in commits)
+    assert all(0 < commit.metrics["policy/mismatch_tokens"] < commit.metrics["train/tokens"] for commit in commits)
+    assert replay(run, [], evaluate=False) == 0

@@ -48,6 +48,7 @@ def token_batch() -> Callable[..., TokenBatch]:
             versions=flat.get("versions", torch.zeros(leaf.shape)).long(),
             version=given.get("version", 0),
             entropy=flat.get("entropy", torch.ones(leaf.shape)).to(dtype),
+            guided=torch.as_tensor(given["guided"]).bool() if "guided" in given else None,
         )
 
     return build

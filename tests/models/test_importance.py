@@ -12,11 +12,16 @@ from data_contracts.algorithm import (
     InterpolatedProximal,
     MaskedWeights,
     NoWeights,
+    OffContextWeights,
     OffPolicySequenceMask,
+    TokenMean,
     TruncatedWeights,
     Veto,
 )
+from data_contracts.losses import PpoClip
+from models.aggregation import AGGREGATIONS, totals_of
 from models.importance import FILTERS, PROXIMALS, WEIGHTS, adaptive_share
+from models.losses import LOSSES
 from models.tokens import TokenBatch, select
 
 
@@ -51,6 +56,45 @@ def test_truncation_matches_the_reference(case_batch, reference, level):
 def test_weights_can_be_normalized_over_the_update(case_batch, reference, level, key):
     got = weighted(case_batch("is.tis"), TruncatedWeights(level=level, cap=2.0, normalize=True))
     assert_close(got, reference("is.tis")["expected"][key])
+
+
+def guided_batch(reference, token_batch):
+    inputs = reference("loss.oc_grpo")["inputs"]
+    rows = [[-1e9 if not m else v for v, m in zip(*pair, strict=True)]
+            for pair in zip(inputs["logp_old_guided_prompt"], inputs["mask"], strict=True)]  # fmt: skip
+    return token_batch(
+        inputs["logp_new"], inputs["mask"], proximal=inputs["logp_old"], behavior=torch.tensor(rows),
+        advantages=torch.tensor(inputs["adv"]), guided=inputs["is_guided_rollout"],
+    )  # fmt: skip
+
+
+def test_guided_rollouts_are_weighed_by_what_the_guidance_did(reference, token_batch):
+    batch, expected = guided_batch(reference, token_batch), reference("loss.oc_grpo")["expected"]
+    weights, kept = WEIGHTS[OffContextWeights](batch, OffContextWeights())
+    assert_close(weights.view(3, 4), expected["weight"])
+    token = LOSSES[PpoClip](batch, PpoClip(clip_low=0.2, clip_high=0.2))
+    loss = AGGREGATIONS[TokenMean](
+        select(kept, weights * token.loss), batch, TokenMean(), totals_of(batch.mask, batch.sequence, 3)
+    )
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
+    loss.backward()
+    assert batch.logp.grad is not None
+    assert_close(batch.logp.grad.view(3, 4), expected["grad_logp"])
+
+
+def test_guidance_can_be_weighed_by_response(reference, token_batch):
+    batch = guided_batch(reference, token_batch)
+    weights, _ = WEIGHTS[OffContextWeights](batch, OffContextWeights(level="geometric"))
+    # row 0: log-ratios -0.3, 0.2, -4.9, 0; row 2: -0.7, -0.4, 0.1
+    want = [math.exp(-5.0 / 4)] * 4 + [1.0] * 4 + [math.exp(-1.0 / 3)] * 3
+    assert weights.tolist()[:11] == pytest.approx(want)
+
+
+def test_without_guidance_every_token_counts_once(token_batch):
+    batch = token_batch([[0.0, 0.0]], [[1, 1]], proximal=[[-1.0, -1.0]], behavior=[[-2.0, -0.5]])
+    weights, kept = WEIGHTS[OffContextWeights](batch, OffContextWeights())
+    assert weights.tolist() == [1.0, 1.0]
+    assert kept.all()
 
 
 def test_a_geometric_band_can_reject_without_weighting(token_batch):

@@ -30,6 +30,7 @@ def row(sample: int, **changes) -> dict:
             "used_versions": [3, 4],
             "used_digests": ["a", "b"],
             "finish_reason": "stop",
+            "branch_of": -1,
             "temperature": 0.5,
             "reward": 1.0,
             "reward_names": ["exact"],
@@ -49,6 +50,18 @@ def test_rows_become_samples():
     assert sample.policy_versions.tolist() == [3, -1, 4]
     assert sample.components == {"exact": 1.0}
     assert sample.name == "ticket 7, sample 2"
+    assert (sample.is_guided, sample.branch_of, sample.branch_at) == (False, -1, 0)
+
+
+def test_guidance_and_branches_reach_the_trainer():
+    guided = row(0, guided_prompt_ids=[9, 4, 5])
+    rest = {"action_mask": [False, False, True], "behavior_logprobs": [float("nan")] * 2 + [-0.25]}
+    rest |= {"policy_versions": [-1, -1, 4], "used_versions": [4], "used_digests": ["b"]}
+    first, second = samples_from_table(
+        check(make_table([guided, row(1, branch_of=0, branch_at=2, **rest)], "scored"), "scored")
+    )
+    assert (first.is_guided, first.prompt_ids.tolist()) == (True, [4, 5])
+    assert (second.is_guided, second.branch_of, second.branch_at) == (False, 0, 2)
 
 
 def test_error_rows_are_left_out_and_slices_keep_their_rows():
