@@ -68,6 +68,16 @@ class Gdpo(Part):
     """Weight of a component by name; those not named have 1."""
 
 
+class PassAtK(Part):
+    """Only the best sample of a group counts, by how far it is above the second best (GRPO's pass@k variant)."""
+
+    type: Literal["pass_at_k"] = "pass_at_k"
+    normalize: bool = True
+    """Divide by the group's standard deviation (n-1)."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation (reward)."""
+
+
 class AsymRe(Part):
     """Reward minus a shifted mean of the group; meant for the reinforce loss (AsymRE)."""
 
@@ -121,11 +131,14 @@ class Opob(Part):
 
 
 class ValueHead(Part):
-    """A value model on the policy's last hidden state, with parameters, optimizer and clip of its own.
+    """A value model: a small network on hidden states, with parameters, optimizer and clip of its own.
 
     The policy gets no gradient from it. It is part of checkpoints, not of published versions.
     """
 
+    trunk: Literal["policy", "own"] = "policy"
+    """Whose hidden states: the policy's last one, or that of a model of its own, which begins as version 0 and learns
+    with it. That one explains rewards far better, and costs memory and passes like another policy."""
     width: int = Field(default=256, ge=0)
     """Units of its one inner layer; 0 makes it linear."""
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -164,8 +177,8 @@ class FrozenValue(Part):
     """The value of each sampled token by a model that was fitted first and then frozen (DVPO; formula from notes).
 
     It is fitted by temporal differences on what version 0 samples, for `value.warmup_steps` commits, on hidden states
-    and token embeddings of version 0. The published method conditions it on sampled context as well, which is left
-    out; that the target is detached and advantages are whitened is our reading.
+    (never those of a policy that has moved) and token embeddings. The published method conditions it on sampled
+    context as well, which is left out; that the target is detached and advantages are whitened is our reading.
     """
 
     type: Literal["frozen_value"] = "frozen_value"
@@ -175,7 +188,7 @@ class FrozenValue(Part):
     """Bring advantages to mean 0 and variance 1 over the tokens of the step."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the variance (reward squared)."""
-    value: ValueHead = ValueHead(clip=None, updates=8, warmup_steps=20)
+    value: ValueHead = ValueHead(trunk="own", learning_rate=3e-4, clip=None, warmup_steps=40)
     """The value model."""
 
     @model_validator(mode="after")
@@ -249,6 +262,7 @@ Advantage = Annotated[
     | Opob
     | Gae
     | FrozenValue
+    | PassAtK
     | Turns
     | TurnReturns
     | Tree,

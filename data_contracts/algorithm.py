@@ -3,7 +3,7 @@
 Each part is a union with a `type`: advantages.py, corrections.py (proximal policies, importance weights, filters),
 losses.py and objective.py (aggregation, regularizers, step size, update). All of them can be imported from here; what
 follows from their combination is decided here. The function behind a class stands in a dict of models/ under that
-class. Named recipes stand in presets.py. Three policies appear: *behavior* (who sampled), *proximal* (anchor of the
+class. Named recipes stand in recipes.py. Three policies appear: *behavior* (who sampled), *proximal* (anchor of the
 trust region) and *current* (whose weights get the gradient); a fourth, the *reference*, is version 0.
 """
 
@@ -26,6 +26,7 @@ from data_contracts.advantages import (
     McGrpo,
     Opo,
     Opob,
+    PassAtK,
     ReinforcePlusPlus,
     RewardKl,
     Rloo,
@@ -43,17 +44,19 @@ from data_contracts.corrections import (
     Importance,
     InterpolatedProximal,
     MaskedWeights,
+    MomentMaskedWeights,
     NoWeights,
     OffContextWeights,
     OffPolicySequenceMask,
     Proximal,
     RecomputedProximal,
     SnapshotProximal,
+    TopEntropy,
     TruncatedWeights,
     Veto,
     WeightPart,
 )
-from data_contracts.losses import Loss, Part, PpoClip, PpoEwma
+from data_contracts.losses import Loss, M2po, Part, PpoClip, PpoEwma
 from data_contracts.objective import (
     AdaptiveEntropy,
     Aggregation,
@@ -100,6 +103,7 @@ __all__ = [
     "KlPenalty",
     "Loss",
     "MaskedWeights",
+    "MomentMaskedWeights",
     "MaxRl",
     "McGrpo",
     "NoWeights",
@@ -107,6 +111,7 @@ __all__ = [
     "OffPolicySequenceMask",
     "Opo",
     "Opob",
+    "PassAtK",
     "PlainUpdate",
     "Proximal",
     "RecomputedProximal",
@@ -120,6 +125,7 @@ __all__ = [
     "SnapshotProximal",
     "StepSize",
     "TokenMean",
+    "TopEntropy",
     "TruncatedWeights",
     "Tree",
     "TurnReturns",
@@ -181,7 +187,8 @@ class AlgorithmConfig(Part):
     @property
     def needs_whole_update(self) -> bool:
         """Whether a token's loss depends on tokens of other microbatches."""
-        return self.loss.needs_whole_update or self.importance.needs_whole_update
+        is_ranked = any(isinstance(choice, TopEntropy) for choice in self.filters)
+        return is_ranked or self.loss.needs_whole_update or self.importance.needs_whole_update
 
     def compared_with_behavior(self) -> str:
         """Return which part compares with the recorded log-probabilities of the behavior policy; empty for none."""
@@ -193,8 +200,9 @@ class AlgorithmConfig(Part):
             return "advantage 'opob'"
         if self.loss.uses_behavior or (self.loss.uses_proximal and isinstance(self.proximal, BehaviorProximal)):
             return f"loss {self.loss.type!r}"
-        if self.filters:
-            return f"filter {self.filters[0].type!r}"
+        for choice in self.filters:
+            if not isinstance(choice, TopEntropy):
+                return f"filter {choice.type!r}"
         if any(isinstance(r, KlPenalty) and self._is_kl_of_behavior(r) for r in self.regularizers):
             return "regularizer 'kl'"
         if self.reward_kl is not None:
@@ -204,6 +212,9 @@ class AlgorithmConfig(Part):
     def _is_kl_of_behavior(self, penalty: KlPenalty) -> bool:
         near = penalty.towards == "proximal" and isinstance(self.proximal, BehaviorProximal)
         return penalty.towards == "behavior" or penalty.reweight or near
+
+    def _is_kl_of_reference(self, penalty: object) -> bool:
+        return isinstance(penalty, KlPenalty) and penalty.towards == "reference"
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._double_counts()
@@ -270,6 +281,25 @@ class AlgorithmConfig(Part):
                 f"loss {loss.type!r} reads rewards, so advantage {self.advantage.type!r} has no effect; "
                 "leave advantage out"
             )
+        if loss.uses_reference and (self.reward_kl or any(self._is_kl_of_reference(r) for r in self.regularizers)):
+            yield (
+                f"loss {loss.type!r} is itself a pull towards the reference policy, so another divergence from it "
+                "would be counted twice; leave reward_kl and regularizer 'kl' towards 'reference' out"
+            )
+        if isinstance(self.importance, MomentMaskedWeights) and isinstance(loss, M2po):
+            yield "importance 'moment_masked' and loss 'm2po' are two forms of one bound: keep one of them"
+        if isinstance(self.step_size, EssStep) and isinstance(self.update, SlowFastUpdate):
+            yield (
+                "step_size 'ess' with update 'slow_fast': the fast steps would be shrunk for a distance that they make "
+                "themselves; set step_size 'fixed' or update 'plain'"
+            )
+        if not loss.uses_advantage and self.value is not None:
+            yield f"loss {loss.type!r} reads rewards, so a value model has no effect; leave advantage out"
+        towards = [r.towards for r in self.regularizers if isinstance(r, KlPenalty)]
+        if self.reward_kl is not None and "reference" in towards:
+            yield "reward_kl and regularizer 'kl' towards 'reference' are one pull, counted twice: keep one of them"
+        if len(set(towards)) < len(towards):
+            yield f"two regularizers 'kl' pull towards the same policy ({', '.join(towards)}): keep one of them"
         adaptive = sum(isinstance(r, AdaptiveEntropy) for r in self.regularizers)
         if adaptive and any(isinstance(r, EntropyBonus) for r in self.regularizers) or adaptive > 1:
             yield "two entropy bonuses pull at one quantity: keep one of regularizers 'entropy' and 'adaptive_entropy'"

@@ -127,6 +127,25 @@ class AdaptiveWeights(WeightPart):
         return True
 
 
+class MomentMaskedWeights(WeightPart):
+    """The largest log-ratios of proximal to behavior policy leave the loss until the rest is near enough (M2PO, AReaL).
+
+    Near enough is a mean square strictly below the limit; one token at least stays. Denominators stay too, where AReaL
+    counts after the masking.
+    """
+
+    type: Literal["moment_masked"] = "moment_masked"
+    limit: float = Field(default=0.04, gt=0)
+    """Second moment (nats squared)."""
+    weight: Literal["ratio", "one"] = "one"
+    """What counts for a token that stays: its ratio, or 1, which only rejects."""
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """Whether a token's weight depends on tokens of other microbatches."""
+        return True
+
+
 class OffContextWeights(WeightPart):
     """Where a prompt held guidance: how likely the response is without it, by how likely it was with it (OC-GRPO).
 
@@ -150,7 +169,8 @@ class OffContextWeights(WeightPart):
 
 
 Importance = Annotated[
-    NoWeights | TruncatedWeights | MaskedWeights | AdaptiveWeights | OffContextWeights, Field(discriminator="type")
+    NoWeights | TruncatedWeights | MaskedWeights | MomentMaskedWeights | AdaptiveWeights | OffContextWeights,
+    Field(discriminator="type"),
 ]
 
 
@@ -184,4 +204,12 @@ class FailureVeto(Part):
     """Largest ratio of current to behavior probability (our choice)."""
 
 
-Filter = Annotated[OffPolicySequenceMask | Veto | FailureVeto, Field(discriminator="type")]
+class TopEntropy(Part):
+    """Keeps the tokens at which the policy was least sure."""
+
+    type: Literal["top_entropy"] = "top_entropy"
+    share: float = Field(default=0.2, gt=0, le=1)
+    """Share of the update's tokens that stay: those with the largest entropy."""
+
+
+Filter = Annotated[OffPolicySequenceMask | Veto | FailureVeto | TopEntropy, Field(discriminator="type")]

@@ -26,6 +26,8 @@ class LossPart(Part):
     """Whether a token's loss depends on those of other microbatches; costs a forward pass when there are several."""
     aggregates_itself: ClassVar[bool] = False
     """Whether the loss is one number of its own, which only token_mean leaves as it is."""
+    uses_reference: ClassVar[bool] = False
+    """Whether the loss takes a ratio against the reference policy, which costs a forward pass."""
     uses_advantage: ClassVar[bool] = True
     """Whether advantages enter the loss; a loss without them reads the rewards."""
 
@@ -123,7 +125,9 @@ class DppoTv(LossPart):
     type: Literal["dppo_tv"] = "dppo_tv"
     uses_behavior: ClassVar[bool] = True
     limit: float = Field(default=0.2, gt=0, le=1)
-    """Largest change of probability in the direction of the advantage."""
+    """Largest change of probability."""
+    sides: Literal["along", "both"] = "along"
+    """Leave out tokens whose probability moved too far in the direction of the advantage, or in any (IPO)."""
     kl_coefficient: float = Field(default=1e-3, ge=0)
     """Loss per squared log-ratio, also of tokens left out."""
 
@@ -222,6 +226,25 @@ class Drpo(LossPart):
     """A sample with a larger reward is right."""
 
 
+class AStarPo(LossPart):
+    """The squared difference of a sequence's log-ratio to the reference from its reward above a best value (A*-PO).
+
+    The best value of a prompt is a smooth maximum of its group's rewards; published, it comes from samples of the
+    reference policy, as these are in the first step. Reads rewards, not advantages, and is one number.
+    """
+
+    type: Literal["a_star_po"] = "a_star_po"
+    uses_proximal: ClassVar[bool] = False
+    uses_reference: ClassVar[bool] = True
+    aggregates_itself: ClassVar[bool] = True
+    uses_advantage: ClassVar[bool] = False
+    needs_whole_update: ClassVar[bool] = True
+    value_temperature: float = Field(default=0.5, gt=0)
+    """Of the smooth maximum (reward)."""
+    policy_temperature: float = Field(default=1e-3, gt=0)
+    """Reward per nat of log-ratio."""
+
+
 Loss = Annotated[
     PpoClip
     | Reinforce
@@ -238,6 +261,7 @@ Loss = Annotated[
     | Mhpo
     | Tbpo
     | MinPro
+    | AStarPo
     | Drpo,
     Field(discriminator="type"),
 ]

@@ -22,6 +22,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "mean importance weight from the behavior to the proximal policy, 0 for dropped tokens",
     ),
     "loss/dropped_fraction": ("fraction", "tokens that importance weights or filters removed from the loss"),
+    "loss/dropped_sequences": ("fraction", "sequences of which importance weights or filters left no token"),
     "policy/ratio_mean": ("ratio", "mean of current over behavior probability, by token of the loss"),
     "policy/ratio_max": ("ratio", "largest current over behavior probability"),
     "policy/ratio_min": ("ratio", "smallest current over behavior probability"),

@@ -21,6 +21,7 @@ from data_contracts.algorithm import (
     McGrpo,
     Opo,
     Opob,
+    PassAtK,
     ReinforcePlusPlus,
     Rloo,
     Tree,
@@ -176,6 +177,20 @@ def ddca(outcomes: Outcomes, cfg: Ddca) -> Tensor:
     return outcomes.to_tokens(accuracy + cfg.beta * shorter)
 
 
+def pass_at_k(outcomes: Outcomes, cfg: PassAtK) -> Tensor:
+    """Return (best - second best) / (std + eps) for the first best sample of each group, 0 for the others [N]."""
+    advantages = torch.zeros_like(outcomes.rewards)
+    for group in range(outcomes.num_groups):
+        members = torch.nonzero(outcomes.group == group)[:, 0]
+        if len(members) < 2:
+            continue
+        rewards = outcomes.rewards[members]
+        first, second = rewards.topk(2).values
+        scale = rewards.std() + cfg.eps if cfg.normalize else 1.0
+        advantages[members[rewards.argmax()]] = divide(first - second, torch.as_tensor(scale))
+    return outcomes.to_tokens(advantages)
+
+
 def asymre(outcomes: Outcomes, cfg: AsymRe) -> Tensor:
     """Return r - (mean + shift) of each group [N]."""
     return outcomes.to_tokens(outcomes.centered() - cfg.shift)
@@ -227,6 +242,7 @@ ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     Gpg: gpg,
     Gae: gae,
     FrozenValue: frozen_value,
+    PassAtK: pass_at_k,
     Turns: turns,
     TurnReturns: turn_returns,
     Tree: tree,

@@ -1,11 +1,12 @@
 """A value model: what reward the rest of a response will bring, token by token.
 
-A small network on hidden states that the policy's trunk (or that of version 0) computes anyway. It has its own
+A small network on hidden states: those of the policy, of version 0, or of a trunk of its own. It has its own
 parameters, optimizer, clip and checkpoint, no gradient of it reaches the policy, and no version publishes it: weights
 and digests are the policy's alone. Values are computed anew at the start of every step by the weights and the value
 model of that moment, and are not stored: a replay computes the same. Legend: N tokens, D features, W units.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -20,7 +21,8 @@ from data_contracts.config import TrainConfig
 from models.logprobs import head_of
 from models.objective import NotFinite
 from models.optimizer import Optimizer, Snapshot
-from models.plan import Update
+from models.packing import packed_hidden
+from models.plan import Microbatch, Update
 from models.step import StepData
 from models.values import targets, token_rewards
 
@@ -53,71 +55,108 @@ class Critic:
     """The value model of one trainer, with its optimizer."""
 
     def __init__(self, algorithm: AlgorithmConfig, model: PreTrainedModel) -> None:
-        """Start with values of 0; `algorithm` has a value model."""
+        """Start with values of 0; `algorithm` has a value model, `model` is version 0."""
         if algorithm.value is None:
             raise ValueError(f"advantage {algorithm.advantage.type!r} has no value model")
         self.cfg, self._advantage = algorithm.value, algorithm.advantage
-        self.is_of_version_0 = isinstance(algorithm.advantage, FrozenValue)
-        """Whether hidden states are those of version 0, with the token's embedding beside them."""
-        self._embedding = cast(nn.Embedding, model.get_input_embeddings())
+        self.is_frozen_after_warmup = isinstance(algorithm.advantage, FrozenValue)
+        self._trunk = copy.deepcopy(model) if self.cfg.trunk == "own" else None
+        self._embedding = cast(nn.Embedding, (self._trunk or model).get_input_embeddings())
         hidden = head_of(model).weight.shape[1]
-        self.num_features = hidden + (self._embedding.embedding_dim if self.is_of_version_0 else 0)
-        self._head = Head(self.num_features, self.cfg.width).to(model.device)
+        self._num_features = hidden + (self._embedding.embedding_dim if self.is_frozen_after_warmup else 0)
+        self._head = Head(self._num_features, self.cfg.width).to(model.device)
+        parts = {"head": self._head} if self._trunk is None else {"head": self._head, "trunk": self._trunk}
         rate = TrainConfig(learning_rate=self.cfg.learning_rate, max_grad_norm=self.cfg.max_grad_norm)
-        self._optimizer = Optimizer(self._head, rate)
+        self._optimizer = Optimizer(nn.ModuleDict(parts), rate)
+        self._seen = torch.empty(0)
+
+    @property
+    def sees_policy(self) -> bool:
+        """Whether values are made from hidden states of the policy as it is (those of version 0 are not)."""
+        return self._trunk is None and not self.is_frozen_after_warmup
+
+    @property
+    def sees_version_0(self) -> bool:
+        """Whether values are made from hidden states of version 0."""
+        return self._trunk is None and self.is_frozen_after_warmup
 
     def is_alone(self, version: int) -> bool:
         """Whether in the step from `version` values learn and the policy stays."""
         return version < self.cfg.warmup_steps
 
-    def features(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return what the value of each token is made from [n, D].
+    def begin_step(self, num_tokens: int, model: PreTrainedModel) -> None:
+        """Forget the hidden states of the step before, and make room for `num_tokens` of this one's."""
+        shape = (num_tokens if self._trunk is None else 0, self._num_features)
+        self._seen = torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+    def see(self, at: Tensor, hidden: Tensor, targets: Tensor) -> None:
+        """Take the hidden states that another model predicts tokens from.
 
         Args:
-            hidden: [n, ...] hidden state that the token is predicted from.
-            targets: [n] the token.
+            at: [n] places of the tokens among those of the step.
+            hidden: [n, ...] hidden states.
+            targets: [n] the tokens.
         """
-        return torch.cat([hidden, self._embedding(targets)], 1) if self.is_of_version_0 else hidden
+        self._seen[at.to(self._seen.device)] = self._with_token(hidden, targets)
 
     @torch.no_grad()
-    def values(self, features: Tensor) -> Tensor:
-        """Return values [N] float32 on the CPU."""
-        return self._head(features).cpu()
+    def values(self, parts: Sequence[Microbatch], num_tokens: int) -> Tensor:
+        """Return values [N] float32 on the CPU; 0 for tokens that are in no part."""
+        found = torch.zeros(num_tokens)
+        for part in parts:
+            found[part.at] = self._head(self._features(part)).cpu()
+        return found
 
-    def learn_step(self, data: StepData, features: Tensor, plan: Sequence[Update]) -> dict[str, float]:
+    def learn_step(self, data: StepData, plan: Sequence[Update]) -> dict[str, float]:
         """Learn from a step, in as many parts as the policy; return what there is to measure.
 
         Args:
             data: with the values of the step's start.
-            features: [N, D] of the step's start.
             plan: the policy's updates.
+
+        Raises:
+            NotFinite: a loss or its gradient is not finite.
         """
         if data.values is None or not isinstance(self._advantage, Gae | FrozenValue):
             return {}
         rewards = token_rewards(data.rewards, data.penalty, data.mask, data.sequence)
         wanted = targets(self._advantage, rewards, data.values, data.mask, data.sequence, len(data.samples))
         losses: list[float] = []
-        if self.is_alone(data.version) or not self.is_of_version_0:
+        if self.is_alone(data.version) or not self.is_frozen_after_warmup:
             for update in plan:
-                at = update.at[data.mask[update.at]]
-                losses += self._learn(features[at.to(features.device)], wanted[at], data.values[at])
+                losses += [self._learn(update, data.mask, wanted, data.values) for _ in range(self.cfg.updates)]
         return critic_metrics(data.values[data.mask], wanted[data.mask], losses)
 
-    def _learn(self, features: Tensor, wanted: Tensor, old: Tensor) -> list[float]:
-        """Move the values of tokens [n] towards what is wanted; return the loss before each update."""
-        losses = []
-        wanted, old = wanted.float().to(features.device), old.to(features.device)
-        for _ in range(self.cfg.updates):
-            self._optimizer.clear_gradient()
-            loss = value_loss(self._head(features), wanted, old, self.cfg.clip)
-            loss.backward()
-            norm = self._optimizer.clip_gradient()
-            if not (math.isfinite(loss.item()) and math.isfinite(norm)):
-                raise NotFinite(f"value loss is {loss.item()} and its gradient norm {norm}")
-            self._optimizer.update(self.cfg.learning_rate)
-            losses.append(loss.item())
+    def _learn(self, update: Update, mask: Tensor, wanted: Tensor, old: Tensor) -> float:
+        """Move the values of an update's tokens towards what is wanted [N]; return the loss before."""
         self._optimizer.clear_gradient()
-        return losses
+        total, count = 0.0, max(int(mask[update.at].sum()), 1)
+        for part in update.parts:
+            inside = mask[part.at]
+            at = part.at[inside]
+            values = self._head(self._features(part))[inside.to(self._seen.device)]
+            goal, start = (tensor[at].float().to(values.device) for tensor in (wanted, old))
+            loss = value_loss(values, goal, start, self.cfg.clip, count)
+            loss.backward()
+            self._optimizer.collect_gradient()
+            total += loss.item()
+        norm = self._optimizer.clip_gradient()
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise NotFinite(f"value loss is {total} and its gradient norm {norm}")
+        self._optimizer.update(self.cfg.learning_rate)
+        self._optimizer.clear_gradient()
+        return total
+
+    def _features(self, part: Microbatch) -> Tensor:
+        """Return what values of a microbatch are made from [n, D]."""
+        if self._trunk is None:
+            return self._seen[part.at.to(self._seen.device)]
+        packed = part.packed.to(self._trunk.device)
+        return self._with_token(packed_hidden(self._trunk, packed), packed.targets)
+
+    def _with_token(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return hidden states [n, D], and beside them what token was chosen where values are those of actions."""
+        return torch.cat([hidden, self._embedding(targets)], 1) if self.is_frozen_after_warmup else hidden
 
     def snapshot(self) -> Snapshot:
         """Copy everything that learning changes."""
@@ -145,8 +184,8 @@ class Critic:
         self._optimizer.load({name.removeprefix(PREFIX): t for name, t in tensors.items()}, scalars)
 
 
-def value_loss(values: Tensor, targets: Tensor, old: Tensor, clip: float | None) -> Tensor:
-    """Return half the mean of the squared error [n]; with a clip, that of the worse one of V and V kept near the old.
+def value_loss(values: Tensor, targets: Tensor, old: Tensor, clip: float | None, count: int) -> Tensor:
+    """Return half the squared error [n] by `count`; with a clip, that of the worse one of V and V kept near the old.
 
     The clipped error has no gradient once a value has moved further than `clip` towards its target: the larger one of
     (V - R)^2 and (clip(V, old - c, old + c) - R)^2.
@@ -154,7 +193,7 @@ def value_loss(values: Tensor, targets: Tensor, old: Tensor, clip: float | None)
     error = (values - targets) ** 2
     if clip is not None:
         error = torch.maximum(error, (values.clamp(old - clip, old + clip) - targets) ** 2)
-    return 0.5 * error.mean()
+    return 0.5 * error.sum() / count
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:

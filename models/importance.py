@@ -18,11 +18,13 @@ from data_contracts.algorithm import (
     FailureVeto,
     InterpolatedProximal,
     MaskedWeights,
+    MomentMaskedWeights,
     NoWeights,
     OffContextWeights,
     OffPolicySequenceMask,
     RecomputedProximal,
     SnapshotProximal,
+    TopEntropy,
     TruncatedWeights,
     Veto,
 )
@@ -65,6 +67,18 @@ def masked(batch: TokenBatch, cfg: MaskedWeights) -> tuple[Tensor, Tensor]:
     ratio = ratio_of(batch, cfg.level)
     kept = batch.mask & (ratio >= cfg.low) & (ratio <= cfg.high)
     return ratio if cfg.weight == "ratio" else torch.ones_like(ratio), kept
+
+
+def moment_masked(batch: TokenBatch, cfg: MomentMaskedWeights) -> tuple[Tensor, Tensor]:
+    """Return the ratio or 1 by token, and the mask without the largest log-ratios."""
+    log = log_ratio(batch.proximal.detach(), batch.behavior, batch.mask)
+    places = torch.nonzero(batch.mask)[:, 0]
+    moments, order = (log[places].double() ** 2).sort(stable=True)
+    means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
+    number = max(int((means < cfg.limit).sum()), 1)  # means of ever larger values rise
+    kept = torch.zeros_like(batch.mask)
+    kept[places[order[:number]]] = True
+    return log.exp() if cfg.weight == "ratio" else torch.ones_like(batch.behavior), kept
 
 
 def off_context(batch: TokenBatch, cfg: OffContextWeights) -> tuple[Tensor, Tensor]:
@@ -165,6 +179,16 @@ def failure_veto(batch: TokenBatch, cfg: FailureVeto) -> Tensor:
     return batch.mask & (before(hits.cumsum(1), batch.sequence, column, 0.0) == 0)
 
 
+def top_entropy(batch: TokenBatch, cfg: TopEntropy) -> Tensor:
+    """Return which tokens [N] stay: those whose entropy is among the largest of the update."""
+    entropy = batch.entropy.detach()[batch.mask]
+    if not len(entropy):
+        return batch.mask
+    number = max(math.ceil(cfg.share * len(entropy)), 1)
+    least = entropy.topk(number).values[-1]
+    return batch.mask & (batch.entropy.detach() >= least)
+
+
 PROXIMALS: dict[type, Callable[..., Tensor]] = {
     BehaviorProximal: behavior_proximal,
     RecomputedProximal: recomputed_proximal,
@@ -177,6 +201,7 @@ WEIGHTS: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {
     NoWeights: none,
     TruncatedWeights: truncated,
     MaskedWeights: masked,
+    MomentMaskedWeights: moment_masked,
     AdaptiveWeights: adaptive,
     OffContextWeights: off_context,
 }
@@ -185,4 +210,5 @@ FILTERS: dict[type, Callable[..., Tensor]] = {
     OffPolicySequenceMask: off_policy_sequence,
     Veto: veto,
     FailureVeto: failure_veto,
+    TopEntropy: top_entropy,
 }

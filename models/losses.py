@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data_contracts.losses import (
+    AStarPo,
     Cispo,
     DppoTv,
     Drpo,
@@ -169,7 +170,9 @@ def dppo_tv(batch: TokenBatch, cfg: DppoTv) -> TokenLoss:
     advantages = select(batch.mask, batch.advantages)
     log = log_ratio(batch.logp, batch.behavior, batch.mask)
     moved = select(batch.mask, batch.logp.detach().exp() - batch.behavior.exp())
-    high, low = (advantages > 0) & (moved > cfg.limit), (advantages <= 0) & (moved < -cfg.limit)
+    high, low = moved > cfg.limit, moved < -cfg.limit
+    if cfg.sides == "along":
+        high, low = high & (advantages > 0), low & (advantages <= 0)
     return TokenLoss(-select(~(high | low), advantages * log.exp()) + cfg.kl_coefficient * log**2, low, high)
 
 
@@ -261,6 +264,22 @@ def drpo(batch: TokenBatch, cfg: Drpo) -> TokenLoss:
     return TokenLoss((hinge * divergence - gained).expand(len(batch.mask)), nowhere, nowhere)
 
 
+def a_star_po(batch: TokenBatch, cfg: AStarPo) -> TokenLoss:
+    """Return for every token the loss of the whole update, so that its mean over tokens is that loss.
+
+    The mean over sequences with a token of (b log(current / reference) - (r - V))^2, the log-ratio summed over the
+    sequence, V = a log mean exp(r / a) over its group; a and b are the two temperatures.
+    """
+    log = log_ratio(batch.logp, batch.reference, batch.mask)
+    total = sequence_sum(log, batch.mask, batch.sequence, batch.num_sequences)
+    present = sequence_lengths(batch.mask, batch.sequence, batch.num_sequences) > 0
+    best, _ = _log_mean_exp(batch, batch.rewards / cfg.value_temperature, torch.ones_like(present))
+    wanted = batch.rewards - cfg.value_temperature * best[batch.group]
+    loss = select(present, (cfg.policy_temperature * total - wanted) ** 2).sum() / present.sum().clamp(min=1)
+    nowhere = torch.zeros_like(batch.mask)
+    return TokenLoss(loss.expand(len(batch.mask)), nowhere, nowhere)
+
+
 def _group_mean(batch: TokenBatch, values: Tensor, chosen: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return each group's mean [K] of chosen values [S] weighted by exp(log_weight), and whether it has any."""
     largest = _group_max(batch, log_weight, chosen)
@@ -314,5 +333,6 @@ LOSSES: dict[type, Callable[..., TokenLoss]] = {
     Mhpo: mhpo,
     Tbpo: tbpo,
     MinPro: minpro,
+    AStarPo: a_star_po,
     Drpo: drpo,
 }

@@ -16,7 +16,7 @@ from models.losses import LOSSES
 from models.memory import Memory
 from models.regularizers import REGULARIZERS
 from models.step import StepData
-from models.tokens import TokenBatch, select
+from models.tokens import TokenBatch, select, sequence_lengths
 
 
 @dataclass(slots=True)
@@ -43,8 +43,6 @@ class Underway:
     """What each update multiplied the learning rate by."""
     is_first: bool = True
     """Whether no update of this step has been made yet."""
-    features: Tensor | None = None
-    """[N, D] that values are made from, on the model's device; None without a value model."""
     found: dict[str, float] = field(default_factory=dict)
     """Metrics that are whole already."""
 
@@ -61,12 +59,10 @@ class Underway:
     def means(self) -> dict[str, float]:
         """Return the sums as metrics: losses by update, counts by token of the loss."""
         updates, tokens = max(len(self.norms), 1), max(self.sums.get("tokens", 0.0), 1.0)
-        by_update = ("loss/policy", "loss/regularizers")
-        return {
-            name: total / (updates if name in by_update else tokens)
-            for name, total in self.sums.items()
-            if name != "tokens"
-        }
+        by = dict.fromkeys(("loss/policy", "loss/regularizers"), updates)
+        by["loss/dropped_sequences"] = max(self.sums.get("sequences", 0.0), 1.0)
+        counted = ("tokens", "sequences")
+        return {name: total / by.get(name, tokens) for name, total in self.sums.items() if name not in counted}
 
 
 class NotFinite(Exception):
@@ -146,6 +142,9 @@ class Objective:
         step.add("loss/clip_fraction_high", float((token.cut_high & kept).sum()))
         step.add("loss/weight_mean", float(select(kept, weights).sum()))
         step.add("loss/dropped_fraction", float((batch.mask & ~kept).sum()))
+        present, left = (sequence_lengths(m, batch.sequence, batch.num_sequences) > 0 for m in (batch.mask, kept))
+        step.add("loss/dropped_sequences", float((present & ~left).sum()))
+        step.add("sequences", float(present.sum()))
         return policy + extra
 
 

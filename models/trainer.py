@@ -30,12 +30,13 @@ from data_contracts.algorithm import (
 )
 from data_contracts.config import TrainConfig
 from data_contracts.metrics import check_names
-from models import critic, memory
 from models.aggregation import Totals, totals_of
 from models.backend import Backend, TorchBackend
+from models.critic import PREFIX as OF_CRITIC
 from models.critic import Critic
 from models.diagnostics import measure, sequence_sample_size
 from models.exchange import agree, bring_together, whole
+from models.memory import PREFIX as OF_MEMORY
 from models.memory import Memory
 from models.objective import NotFinite, Objective, Underway
 from models.optimizer import checkpoint_from_bytes, checkpoint_to_bytes, learning_rate
@@ -184,13 +185,13 @@ class Trainer:
         Raises:
             ContractError: the state is of another format or another model.
         """
-        parts: dict[str, dict[str, Tensor]] = {memory.PREFIX: {}, critic.PREFIX: {}, "": {}}
+        parts: dict[str, dict[str, Tensor]] = {OF_MEMORY: {}, OF_CRITIC: {}, "": {}}
         for name, tensor in tensors.items():
             parts[next(prefix for prefix in parts if name.startswith(prefix))][name] = tensor
         self._backend.load(parts[""], scalars)
-        self._memory.load(parts[memory.PREFIX], scalars.get("memory", {}))
+        self._memory.load(parts[OF_MEMORY], scalars.get("memory", {}))
         if self._critic is not None:
-            self._critic.load(parts[critic.PREFIX], scalars.get("critic", {}))
+            self._critic.load(parts[OF_CRITIC], scalars.get("critic", {}))
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over published weights by name; the optimizer's moments stay.
@@ -222,16 +223,16 @@ class Trainer:
                     self._slow_fast(step, update, self.algorithm.update)
                 else:
                     self._update(step, update)
-        if self._critic is not None and step.features is not None:
-            step.found |= self._critic.learn_step(step.data, step.features, plan)
+        if self._critic is not None:
+            step.found |= self._critic.learn_step(step.data, plan)
 
     def _look_ahead(self, step: Underway, plan: Sequence[Update], every: Sequence[Microbatch]) -> None:
         """Compute what must be known before the first update: log-probabilities under other weights, advantages."""
-        if self._critic is not None:
-            step.features = self._room_for_features(step)
-        own = step.features if self._critic is not None and not self._critic.is_of_version_0 else None
-        if own is not None or (self._critic is not None and self._critic.is_alone(step.data.version)):
-            self._forward_with_features(every, step.start_logp, step.entropy, own)
+        critic = self._critic
+        if critic is not None:
+            critic.begin_step(len(step.data.mask), self.model)
+        if critic is not None and (critic.sees_policy or critic.is_alone(step.data.version)):
+            self._forward_with_features(every, step.start_logp, step.entropy, show=critic.sees_policy)
             step.logp.copy_(step.start_logp)
         elif isinstance(self.algorithm.proximal, RecomputedProximal):
             # the first update starts at the proximal weights: its own forward pass gives the same numbers
@@ -241,21 +242,15 @@ class Trainer:
                 step.anchor = self._forward(step, every)
         if self._memory.reference is not None:
             with self._memory.standing_in(self._memory.reference):
-                if self._critic is not None and own is None:
-                    self._forward_with_features(every, step.reference, None, step.features)
+                if critic is not None and critic.sees_version_0:
+                    self._forward_with_features(every, step.reference, None, show=True)
                 else:
                     step.reference = self._forward(step, every)
             self._penalize(step)
         if isinstance(self.algorithm.advantage, Opob):
             step.data = step.data.knowing(self.algorithm, score_weights=score_weights(self.model, step.data))
-        if self._critic is not None and step.features is not None:
-            step.data = step.data.knowing(self.algorithm, values=self._critic.values(step.features))
-
-    def _room_for_features(self, step: Underway) -> Tensor | None:
-        if self._critic is None:
-            return None
-        shape = (len(step.data.mask), self._critic.num_features)
-        return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+        if critic is not None:
+            step.data = step.data.knowing(self.algorithm, values=critic.values(every, len(step.data.mask)))
 
     @torch.no_grad()
     def _forward(self, step: Underway, parts: Sequence[Microbatch]) -> Tensor:
@@ -269,7 +264,7 @@ class Trainer:
 
     @torch.no_grad()
     def _forward_with_features(
-        self, parts: Sequence[Microbatch], into: Tensor, entropy: Tensor | None, features: Tensor | None
+        self, parts: Sequence[Microbatch], into: Tensor, entropy: Tensor | None, *, show: bool
     ) -> None:
         """Write what a value model needs to know, under the model's present weights, into its places; in one process.
 
@@ -277,7 +272,7 @@ class Trainer:
             parts: the tokens.
             into: [N] log-probabilities.
             entropy: [N], None for no interest.
-            features: [N, D] of the value model, None for no interest.
+            show: whether the value model is to see the hidden states.
         """
         for part in parts:
             packed = part.packed.to(self.model.device)
@@ -286,8 +281,8 @@ class Trainer:
             into[part.at] = logp.cpu()
             if entropy is not None:
                 entropy[part.at] = spread.cpu()
-            if features is not None and self._critic is not None:
-                features[part.at.to(features.device)] = self._critic.features(hidden, packed.targets)
+            if show and self._critic is not None:
+                self._critic.see(part.at, hidden, packed.targets)
 
     def _penalize(self, step: Underway) -> None:
         """Take the divergence from the reference policy off the rewards, if the configuration says so."""

@@ -53,3 +53,23 @@ def test_fields_without_a_preset_stay_as_they_are():
 def test_a_recipe_that_contradicts_an_override_is_refused():
     with pytest.raises(ValidationError, match="counted twice"):
         AlgorithmConfig.model_validate({"preset": "tis", "proximal": {"type": "behavior"}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"algorithm": "oc_grpo"}, "set rollout.guided_samples"),
+        ({"algorithm": "branch_grpo"}, "set rollout.branching"),
+        ({"rollout": {"guided_samples": 9}}, "exceeds samples_per_group 8"),
+        ({"rollout": {"branching": {"trunks": 8}}}, "leaves no sample of 8 to branch off"),
+        ({"rollout": {"branching": {}, "guided_samples": 1}}, "could not tell its guidance"),
+    ],
+)
+def test_rollouts_that_do_not_fit_an_algorithm_are_refused_with_what_to_do(fields, reason):
+    with pytest.raises(ValidationError, match=re.escape(reason)):
+        RunConfig.model_validate(fields)
+
+
+def test_the_methods_that_need_trees_or_guidance_have_them():
+    RunConfig.model_validate({"algorithm": "oc_grpo", "rollout": {"guided_samples": 4}})
+    RunConfig.model_validate({"algorithm": "trace", "rollout": {"branching": {"trunks": 2}}})

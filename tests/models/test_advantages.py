@@ -17,6 +17,7 @@ from data_contracts.algorithm import (
     McGrpo,
     Opo,
     Opob,
+    PassAtK,
     ReinforcePlusPlus,
     Rloo,
 )
@@ -200,6 +201,13 @@ def test_ddca_by_hand():
     assert got[[0, -1]].tolist() == pytest.approx([0.2 * 0.2310586, -0.2 * 0.2310586])
 
 
+def test_only_the_best_of_a_group_counts_for_pass_at_k():
+    rewards = [0.5, 1.0, 0.0, 1.0, 1.0, 2.0]
+    got = advantages(PassAtK(eps=0), rewards, "aaabbc")
+    assert_close(got, [0.0, 0.5 / 0.5, 0.0, 0.0, 0.0, 0.0])
+    assert_close(advantages(PassAtK(normalize=False), rewards, "aaabbc"), [0.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+
+
 def test_ddca_mixes_accuracy_and_length():
     lengths = [1, 3, 7, 2]
     got = advantages(Ddca(beta=0.5), [1.0, 1.0, 0.0, 1.0], "aaaa", lengths)[torch.tensor([0, 1, 4, 11])]
@@ -237,6 +245,7 @@ GROUP_RELATIVE = [
     Gdpo(),
     Gpg(),
     Opob(),
+    PassAtK(),
 ]
 
 

@@ -16,7 +16,13 @@ from models.trainer import Trainer, checkpoint_from_bytes, checkpoint_to_bytes
 GAE = AlgorithmConfig.model_validate("ppo_gae")
 DVPO = AlgorithmConfig.model_validate({"preset": "dvpo", "advantage": {"value": {"warmup_steps": 2}}})
 SAO = AlgorithmConfig.model_validate({"preset": "sao_value", "advantage": {"value": {"warmup_steps": 1}}})
-VALUED = [GAE, DVPO, SAO]
+OWN = AlgorithmConfig.model_validate(
+    {"preset": "ppo_gae", "advantage": {"value": {"trunk": "own", "learning_rate": 3e-3, "updates": 2}}}
+)
+OF_VERSION_0 = AlgorithmConfig.model_validate(
+    {"preset": "dvpo", "advantage": {"value": {"trunk": "policy", "warmup_steps": 2}}}
+)
+VALUED = [GAE, OWN, DVPO, OF_VERSION_0, SAO]
 
 
 @pytest.fixture
@@ -39,13 +45,13 @@ def critic_of(trainer):
 def test_the_value_loss_takes_the_worse_of_plain_and_clipped():
     values = torch.tensor([0.9, 0.2, -0.8], requires_grad=True)
     old, wanted = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 1.0])
-    loss = value_loss(values, wanted, old, 0.5)
+    loss = value_loss(values, wanted, old, 0.5, 3)
     # 0.9 is cut to 0.5, which is the larger error and has no gradient; -0.8 is further off than its clipped -0.5
     assert loss.item() == pytest.approx(0.5 * (0.25 + 0.64 + 3.24) / 3)
     loss.backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.0, -0.8 / 3, -1.8 / 3])
-    assert value_loss(values, wanted, old, None).item() == pytest.approx(0.5 * (0.01 + 0.64 + 3.24) / 3)
+    assert value_loss(values, wanted, old, None, 3).item() == pytest.approx(0.5 * (0.01 + 0.64 + 3.24) / 3)
 
 
 def test_explained_variance_is_one_for_right_values_and_none_without_variance():
@@ -62,8 +68,9 @@ def by_length(groups):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_come_to_explain_returns(make_trainer, make_groups, dtype):
-    trainer = make_trainer(dtype=dtype)
+@pytest.mark.parametrize("algorithm", [GAE, OWN], ids=lambda a: a.value.trunk)
+def test_values_come_to_explain_returns(make_trainer, make_groups, algorithm, dtype):
+    trainer = make_trainer(algorithm, dtype=dtype)
     groups = by_length(make_groups(8, 4, tools=False))
     seen = [trainer.step(groups, version=v, max_staleness=None).metrics for v in range(40)]
     assert seen[0]["critic/explained_variance"] == 0
@@ -84,7 +91,7 @@ def test_the_policy_gets_no_gradient_from_values_and_publishes_none(make_trainer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", VALUED, ids=lambda a: a.preset)
+@pytest.mark.parametrize("algorithm", VALUED, ids=lambda a: f"{a.preset}-{a.value.trunk}")
 def test_a_restart_continues_bit_for_bit(make_trainer, make_groups, algorithm, dtype):
     train = TrainConfig(inner_updates=2)
     straight, first = (make_trainer(algorithm, train, dtype=dtype) for _ in range(2))
@@ -99,7 +106,7 @@ def test_a_restart_continues_bit_for_bit(make_trainer, make_groups, algorithm, d
     assert bits(straight) == bits(other)
 
 
-@pytest.mark.parametrize("algorithm", VALUED, ids=lambda a: a.preset)
+@pytest.mark.parametrize("algorithm", VALUED, ids=lambda a: f"{a.preset}-{a.value.trunk}")
 def test_a_skipped_step_changes_no_bit_of_the_values(make_trainer, make_groups, algorithm):
     trainer = make_trainer(algorithm)
     for version in range(3):
@@ -111,7 +118,7 @@ def test_a_skipped_step_changes_no_bit_of_the_values(make_trainer, make_groups, 
     assert bits(trainer) == before
 
 
-@pytest.mark.parametrize("algorithm", VALUED, ids=lambda a: a.preset)
+@pytest.mark.parametrize("algorithm", VALUED, ids=lambda a: f"{a.preset}-{a.value.trunk}")
 def test_microbatches_do_not_change_what_values_learn(make_trainer, make_groups, algorithm):
     large, small = (make_trainer(algorithm, TrainConfig(tokens_per_microbatch=n)) for n in (9999, 30))
     for trainer in (large, small):
@@ -120,8 +127,9 @@ def test_microbatches_do_not_change_what_values_learn(make_trainer, make_groups,
         torch.testing.assert_close(critic_of(small)[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_the_policy_waits_while_values_are_fitted_and_frozen_values_stay(make_trainer, make_groups):
-    trainer = make_trainer(DVPO)
+@pytest.mark.parametrize("algorithm", [DVPO, OF_VERSION_0], ids=lambda a: a.value.trunk)
+def test_the_policy_waits_while_values_are_fitted_and_frozen_values_stay(make_trainer, make_groups, algorithm):
+    trainer = make_trainer(algorithm)
     start = weights_digest(copy_weights(trainer.model))
     for version in range(2):
         result = trainer.step(make_groups(seed=version), version=version, max_staleness=None)
@@ -137,15 +145,16 @@ def test_the_policy_waits_while_values_are_fitted_and_frozen_values_stay(make_tr
     assert all(torch.equal(t, fitted[name]) for name, t in critic_of(trainer).items())
 
 
-def test_frozen_values_look_at_version_0_and_at_the_token(make_trainer, make_groups):
-    trainer = make_trainer(DVPO)
+@pytest.mark.parametrize("algorithm", [DVPO, OF_VERSION_0], ids=lambda a: a.value.trunk)
+def test_frozen_values_look_at_version_0_and_at_the_token(make_trainer, make_groups, algorithm):
+    trainer = make_trainer(algorithm)
     groups = make_groups(2, 3, tools=False, longest=1)  # one token each: same state within a group
     for version in range(2):
         trainer.step(groups, version=version, max_staleness=None)
 
     def values(step_trainer):
-        seen = {}
-        step_trainer._critic.values, plain = lambda f: seen.setdefault("values", plain(f)), step_trainer._critic.values
+        seen, plain = {}, step_trainer._critic.values
+        step_trainer._critic.values = lambda *given: seen.setdefault("values", plain(*given))
         step_trainer.step(groups, version=2, max_staleness=None)
         step_trainer._critic.values = plain
         return seen["values"]

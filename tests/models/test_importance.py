@@ -11,10 +11,12 @@ from data_contracts.algorithm import (
     FailureVeto,
     InterpolatedProximal,
     MaskedWeights,
+    MomentMaskedWeights,
     NoWeights,
     OffContextWeights,
     OffPolicySequenceMask,
     TokenMean,
+    TopEntropy,
     TruncatedWeights,
     Veto,
 )
@@ -95,6 +97,41 @@ def test_without_guidance_every_token_counts_once(token_batch):
     weights, kept = WEIGHTS[OffContextWeights](batch, OffContextWeights())
     assert weights.tolist() == [1.0, 1.0]
     assert kept.all()
+
+
+@given(logs=st.lists(st.floats(-3, 3), max_size=9), limit=st.sampled_from([0.04, 0.5, 2.0]))
+@settings(max_examples=50, deadline=None)
+def test_the_largest_log_ratios_leave_until_the_rest_is_near(logs, limit):
+    flat = torch.tensor([*logs, math.nan], dtype=torch.float64)
+    mask = torch.tensor([True] * len(logs) + [False])
+    batch = plain_batch(flat, mask)
+    weights, kept = WEIGHTS[MomentMaskedWeights](batch, MomentMaskedWeights(limit=limit))
+    assert weights.tolist() == [1.0] * len(mask)
+    left = sorted(x**2 for x in logs)  # take the largest away, one by one
+    while len(left) > 1 and sum(left) / len(left) >= limit:
+        left.pop()
+    assert int(kept.sum()) == len(left)
+    assert sorted(x**2 for x, k in zip(logs, kept.tolist(), strict=False) if k) == pytest.approx(left)
+
+
+def plain_batch(log, mask):
+    zero, one = torch.zeros_like(log), torch.ones_like(log)
+    lone = torch.zeros(1, dtype=torch.int64)
+    return TokenBatch(
+        logp=zero, proximal=log, start=log, anchor=zero, reference=zero, behavior=zero, advantages=one, mask=mask,
+        sequence=torch.zeros(len(log), dtype=torch.int64), num_sequences=1, rewards=one[:1], group=lone, num_groups=1,
+        versions=torch.zeros(len(log), dtype=torch.int64), version=0, entropy=zero,
+    )  # fmt: skip
+
+
+def test_the_tokens_of_which_the_policy_was_least_sure_stay(token_batch):
+    entropy = [[0.5, math.nan, 0.1, 0.9], [0.3, 0.2, 0.8, 0.0]]
+    batch = token_batch([[0.0] * 4] * 2, [[1, 0, 1, 1], [1, 1, 1, 1]], entropy=entropy)
+    kept = FILTERS[TopEntropy](batch, TopEntropy(share=0.3))  # three of seven
+    assert torch.nonzero(kept)[:, 0].tolist() == [0, 3, 6]
+    assert FILTERS[TopEntropy](batch, TopEntropy(share=1.0)).equal(batch.mask)
+    nothing = token_batch([[0.0]], [[0]])
+    assert not FILTERS[TopEntropy](nothing, TopEntropy()).any()
 
 
 def test_a_geometric_band_can_reject_without_weighting(token_batch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from data_contracts.algorithm import MaskedWeights, SequenceMeanTokenMean, TokenMean
 from data_contracts.losses import (
+    AStarPo,
     Cispo,
     DppoTv,
     Drpo,
@@ -150,6 +151,36 @@ def test_dppo_masks_what_moved_too_far_but_keeps_its_pull(token_batch):
     token = LOSSES[DppoTv](batch, cfg)
     assert token.cut_high.tolist() == [True, False]
     assert token.loss.tolist() == pytest.approx([1e-3 * 0.25, -math.exp(0.1) + 1e-3 * 0.01])
+
+
+def test_ipo_masks_what_moved_too_far_in_either_direction(token_batch):
+    given = {"behavior": [[-1.1, -0.6, -0.7]], "advantages": [[-1.0, 1.0, 1.0]]}
+    batch = token_batch([[-0.6, -1.1, -0.75]], [[1, 1, 1]], **given)
+    token = LOSSES[DppoTv](batch, DppoTv(limit=0.1, sides="both", kl_coefficient=0.0))
+    assert token.cut_high.tolist() == [True, False, False]
+    assert token.cut_low.tolist() == [False, True, False]
+    assert token.loss.tolist() == pytest.approx([0.0, 0.0, -math.exp(-0.05)])
+    along = LOSSES[DppoTv](batch, DppoTv(limit=0.1, kl_coefficient=0.0))
+    assert not (along.cut_high | along.cut_low).any()
+
+
+def test_a_star_po_equals_a_loop_over_samples(token_batch):
+    logp = [[-1.0, -0.5], [-0.2, -3.0], [-1.5, -9.0]]
+    mask, reference = [[1, 1], [1, 1], [1, 0]], [[-0.7, -0.9], [-0.4, -2.0], [-1.0, math.nan]]
+    rewards, group, a, b = [1.0, 0.0, 0.5], [0, 0, 1], 0.5, 0.2
+    batch = token_batch(logp, mask, reference=torch.tensor(reference), rewards=rewards, group=group, num_groups=2)
+    loss = total(batch, AStarPo(value_temperature=a, policy_temperature=b))
+    loss.backward()
+    want, slopes = 0.0, []
+    for i in range(3):
+        mine = [r for r, g in zip(rewards, group, strict=True) if g == group[i]]
+        best = a * math.log(sum(math.exp(r / a) for r in mine) / len(mine))
+        log = sum(x - y for x, y, m in zip(logp[i], reference[i], mask[i], strict=True) if m)
+        error = b * log - (rewards[i] - best)
+        want += error**2 / 3
+        slopes.append([2 * error * b / 3 * m for m in mask[i]])
+    assert loss.item() == pytest.approx(want)
+    torch.testing.assert_close(batch.logp.grad.view(3, 2), torch.tensor(slopes, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("ratio", "want"), [(0.61, 0.0), (5.47, 5.47), (6.0, 0.0)])
@@ -361,7 +392,9 @@ def test_a_batch_without_tokens_costs_nothing(token_batch, cfg):
     assert batch.logp.grad.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("cfg", [c for c in ALL_LOSSES if c.type not in ("dppo_tv", "drpo")], ids=lambda cfg: cfg.type)
+@pytest.mark.parametrize(
+    "cfg", [c for c in ALL_LOSSES if c.type not in ("a_star_po", "dppo_tv", "drpo")], ids=lambda cfg: cfg.type
+)
 def test_no_advantage_means_no_gradient(token_batch, cfg):
     batch = token_batch([[-1.0, -2.0]], [[1, 1]], behavior=[[-1.5, -0.5]], advantages=[[0.0, 0.0]])
     loss = total(batch, cfg)
