@@ -14,9 +14,9 @@ from models.aggregation import AGGREGATIONS, Totals
 from models.importance import FILTERS, PROXIMALS, WEIGHTS
 from models.losses import LOSSES
 from models.memory import Memory
-from models.regularizers import REGULARIZERS
+from models.regularizers import REGULARIZERS, kl_estimate
 from models.step import StepData
-from models.tokens import TokenBatch, select, sequence_lengths
+from models.tokens import TokenBatch, log_ratio, select, sequence_lengths
 
 
 @dataclass(slots=True)
@@ -55,6 +55,15 @@ class Underway:
     def add(self, name: str, value: float) -> None:
         """Add to a sum over the step."""
         self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def penalize(self, algorithm: AlgorithmConfig) -> None:
+        """Take the divergence from the reference policy off the rewards, if the configuration says so."""
+        penalty, data = algorithm.reward_kl, self.data
+        if penalty is None:
+            return
+        tokens = kl_estimate(log_ratio(data.behavior, self.reference, data.mask), penalty.estimator).double()
+        self.found["reward/kl"] = select(data.mask, tokens).sum().item() / max(len(data.samples), 1)
+        self.data = data.knowing(algorithm, penalty=penalty.coefficient * tokens)
 
     def means(self) -> dict[str, float]:
         """Return the sums as metrics: losses by update, counts by token of the loss."""

@@ -43,11 +43,10 @@ from models.optimizer import checkpoint_from_bytes, checkpoint_to_bytes, learnin
 from models.packing import hidden_logprobs, packed_hidden, verify_packing
 from models.plan import Microbatch, Update, plan_updates
 from models.policy import Dtype
-from models.regularizers import kl_estimate
 from models.samples import Sample
 from models.scores import score_weights
 from models.step import step_data
-from models.tokens import log_ratio, select
+from models.tokens import log_ratio
 
 __all__ = ["StepResult", "Trainer", "checkpoint_from_bytes", "checkpoint_to_bytes"]
 
@@ -246,7 +245,7 @@ class Trainer:
                     self._forward_with_features(every, step.reference, None, show=True)
                 else:
                     step.reference = self._forward(step, every)
-            self._penalize(step)
+            step.penalize(self.algorithm)
         if isinstance(self.algorithm.advantage, Opob):
             step.data = step.data.knowing(self.algorithm, score_weights=score_weights(self.model, step.data))
         if critic is not None:
@@ -283,16 +282,6 @@ class Trainer:
                 entropy[part.at] = spread.cpu()
             if show and self._critic is not None:
                 self._critic.see(part.at, hidden, packed.targets)
-
-    def _penalize(self, step: Underway) -> None:
-        """Take the divergence from the reference policy off the rewards, if the configuration says so."""
-        penalty = self.algorithm.reward_kl
-        if penalty is None:
-            return
-        data = step.data
-        tokens = kl_estimate(log_ratio(data.behavior, step.reference, data.mask), penalty.estimator).double()
-        step.found["reward/kl"] = select(data.mask, tokens).sum().item() / max(len(data.samples), 1)
-        step.data = data.knowing(self.algorithm, penalty=penalty.coefficient * tokens)
 
     def _slow_fast(self, step: Underway, update: Update, cfg: SlowFastUpdate) -> None:
         """Do some updates on the same tokens, go back towards the start, and do one more."""

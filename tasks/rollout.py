@@ -69,6 +69,9 @@ class Worker:
         self._raw = Log(role.store, f"log/raw/{role.writer}", Raw)
         self._next_raw = 0
         self._envs: Envs = build_envs(role.config.envs, role.config.seed)
+        if role.config.rollout.guided_samples:
+            for env in self._envs.by_name.values():
+                with_guidance(env.prompt(0))  # an env without guidance ends the run here, not in every group
         self._engine, self._tokenizer = self._load_engine()
         stop = role.config.rollout.sampling.stop
         self._stops = stop_texts(self._tokenizer, stop) if stop else None

@@ -42,7 +42,9 @@ def build_batch(num_rows: int, num_tokens: int, num_samples: int = 8) -> tuple[p
         "top_k": 0, "max_new_tokens": 4096, "engine": "torch", "dtype": "float32", "queued_at": 0.0,
         "started_at": 0.0, "finished_at": 0.0, "response_text": "", "verifier": "v@1", "reward_error": "",
     }  # fmt: skip
-    columns: dict[str, Any] = {name: [value] * num_rows for name, value in constants.items()} | {
+    columns: dict[str, Any] = {
+        name: [value] * num_rows for name, value in (constants | trajectory.SINCE_VERSION_2).items()
+    } | {
         "ticket": numbers // num_samples,
         "sample": numbers % num_samples,
         "prompt_id": [f"math/{number // num_samples}" for number in numbers],
