@@ -78,9 +78,12 @@ class Deck:
 def deck(tmp_path: Path) -> Iterator[Deck]:
     """Servers of this test's own."""
     settings.apply_defaults()
-    found = Deck(tmp_path / "home", services.up(tmp_path / "home", free_port(), free_port()))
+    home = tmp_path / "home"
+    found = None
     try:
+        found = Deck(home, services.up(home, free_port(), free_port()))
         yield found
     finally:
-        found.clear()
-        services.down(found.home)
+        if found is not None:
+            found.clear()
+        services.down(home)
