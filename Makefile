@@ -7,7 +7,7 @@ READY := $(VENV)/.installed
 S3_TESTS := $(addprefix tests/infra/test_,store.py store_s3.py store_faults.py log.py objects.py probe.py) \
 	tests/flows/test_s3_run.py
 
-.PHONY: run test check lint test-slow test-ceph bench clean up down
+.PHONY: run test check lint test-slow test-ceph test-postgres bench clean up down
 
 $(READY): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ test-slow: $(READY)  ## minutes: downloads a real model, kills real runs at many
 
 test-ceph: $(READY)  ## the store, its records and short runs on a Ceph gateway out of Debian packages (66 MB, once)
 	ROLLFLOW_TEST_S3=ceph $(BIN)/python -m pytest -m "not gpu" $(S3_TESTS)
+
+test-postgres: $(READY)  ## a run with Prefect and MLflow on a PostgreSQL server of its own
+	$(BIN)/python -m pytest -m "not gpu" tests/infra/test_databases.py tests/flows/test_postgres.py
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run

@@ -32,6 +32,7 @@ import psutil
 
 from data_contracts.errors import ServiceError
 from infra import settings
+from infra.databases import VARIABLES, database_url, described, is_shared, without_secrets
 
 HOST = "127.0.0.1"
 TOKEN_VARIABLE = "ROLLFLOW_SERVICE_TOKEN"
@@ -74,6 +75,8 @@ class Server:
     """Value of ROLLFLOW_SERVICE_TOKEN in the environment of the process and of all its descendants."""
     log: str
     """File that takes its output."""
+    database: str = ""
+    """Where it keeps its data, without user and password."""
 
     @property
     def url(self) -> str:
@@ -102,8 +105,9 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
         mlflow_port: the same for MLflow; 5000.
 
     Raises:
-        ServiceError: a port is taken by another program, a server runs already on a port other than the one
-            asked for, or it died or did not answer within two minutes (with the last lines of its log).
+        ConfigError: a variable that names a database holds something else.
+        ServiceError: a port is taken by another program, a server runs already on a port or a database other than
+            the one asked for, or it died or did not answer within two minutes (with the last lines of its log).
     """
     home = settings.make_home(home)
     asked: dict[Name, int | None] = {"prefect": prefect_port, "mlflow": mlflow_port}
@@ -111,6 +115,9 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
         known = _read_state(home)
         ports = {name: _choose_port(name, asked[name], known.get(name)) for name in NAMES}
         running: dict[Name, Server] = {name: server for name, server in known.items() if is_healthy(server)}
+        databases = {name: database_url(name, home) for name in NAMES}
+        for name, server in running.items():
+            _check_database(server, databases[name])
         missing: list[Name] = [name for name in NAMES if name not in running]
         for name in missing:
             if name in known:  # dead, or alive without an answer
@@ -119,9 +126,11 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
         _write_state(home, running)
         for name in missing:
             # First as a plan, so that the token of what a killed `up` has started is known.
-            running[name] = Server(name, 0, 0.0, ports[name], secrets.token_hex(16), str(home / "logs" / f"{name}.log"))
+            log = str(home / "logs" / f"{name}.log")
+            token, database = secrets.token_hex(16), databases[name]
+            running[name] = Server(name, 0, 0.0, ports[name], token, log, described(database))
             _write_state(home, running)
-            running[name] = _launch(running[name], home)
+            running[name] = _launch(running[name], home, database)
             _write_state(home, running)
         _wait_until_healthy([running[name] for name in missing])
     return _services(running)
@@ -248,10 +257,22 @@ def _check_port_free(name: Name, port: int) -> None:
             ) from cause
 
 
-def _launch(plan: Server, home: Path) -> Server:
+def _check_database(server: Server, wanted: str) -> None:
+    """Refuse a server that keeps its data elsewhere; one started by an older version does not say where."""
+    if server.database and server.database != described(wanted):
+        raise ServiceError(
+            f"{server.name} already runs on {server.database}, {described(wanted)} was asked for: "
+            f"run `rollflow down` first, or set {VARIABLES[server.name]} to what it runs on"
+        )
+
+
+def _launch(plan: Server, home: Path, database: str) -> Server:
     """Start a server in a session of its own, with its output in a file; do not wait for it."""
-    environment = {**settings.DEFAULTS, **os.environ, **_environment(plan, home), TOKEN_VARIABLE: plan.token}
-    if plan.name == "mlflow":
+    own = {TOKEN_VARIABLE: plan.token, **_environment(plan, home, database)}
+    # The databases of both are in the environment under names that the servers do not need.
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
+    environment = {**settings.DEFAULTS, **inherited, **own}
+    if plan.name == "mlflow" and not is_shared(database):
         _upgrade_database(home, environment, plan.log)
     command = _command(plan, home)
     appended = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -274,20 +295,19 @@ def _command(plan: Server, home: Path) -> list[str]:
     address = ["--host", HOST, "--port", str(plan.port)]
     if plan.name == "prefect":
         return [sys.executable, "-m", "prefect", "server", "start", *address]
-    # One worker: SQLite has one writer, and a second process costs 250 MB.
+    # One worker: SQLite has one writer, and a second process costs 250 MB. The database is in the environment.
     return [
         *(sys.executable, "-m", "mlflow", "server", *address, "--workers", "1"),
-        *("--backend-store-uri", _mlflow_database(home)),
         *("--artifacts-destination", str(home / "mlflow" / "artifacts")),
     ]
 
 
-def _environment(plan: Server, home: Path) -> dict[str, str]:
+def _environment(plan: Server, home: Path, database: str) -> dict[str, str]:
     if plan.name == "mlflow":
-        return {}
+        return {"MLFLOW_BACKEND_STORE_URI": database}
     return {
         "PREFECT_HOME": str(home / "prefect"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect' / 'prefect.db'}",
+        "PREFECT_API_DATABASE_CONNECTION_URL": database,
         # The user interface derives the address it calls from these, not from the command line.
         "PREFECT_SERVER_API_HOST": HOST,
         "PREFECT_SERVER_API_PORT": str(plan.port),
@@ -295,10 +315,6 @@ def _environment(plan: Server, home: Path) -> dict[str, str]:
         # The server itself must not follow an address that is meant for its clients.
         "PREFECT_API_URL": f"{plan.url}/api",
     }
-
-
-def _mlflow_database(home: Path) -> str:
-    return f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
 
 
 def _upgrade_database(home: Path, environment: Mapping[str, str], log: str) -> None:
@@ -310,7 +326,7 @@ def _upgrade_database(home: Path, environment: Mapping[str, str], log: str) -> N
     marker = home / "mlflow" / "schema_version"
     if database.exists() and (not marker.exists() or marker.read_text() != current):
         shutil.copy2(database, database.with_name(f"mlflow-before-{current}.db"))
-        command = [sys.executable, "-m", "mlflow", "db", "upgrade", _mlflow_database(home)]
+        command = [sys.executable, "-m", "mlflow", "db", "upgrade", environment["MLFLOW_BACKEND_STORE_URI"]]
         with Path(log).open("a") as output:
             code = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
         if code != 0:
@@ -349,7 +365,8 @@ def _answers(server: Server) -> bool:
 
 def _last_lines(path: str) -> str:
     try:
-        return "\n".join(Path(path).read_text(errors="replace").splitlines()[-LOG_LINES:])
+        lines = Path(path).read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return without_secrets("\n".join(lines))
     except FileNotFoundError:
         return "(no log)"
 
