@@ -5,7 +5,7 @@ To add one: a class in the union here, a function and a line of that dict, and a
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from data_contracts.losses import Part
 
@@ -173,6 +173,19 @@ class Gae(Part):
     """The value model."""
 
 
+class FrozenHead(ValueHead):
+    """A value model that is fitted before the policy moves: by default a whole model, which has most to say."""
+
+    trunk: Literal["policy", "own"] = "own"
+    """Hidden states of version 0, or those of a model of its own, which begins as version 0 and learns with it."""
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Of its AdamW."""
+    clip: float | None = Field(default=None, gt=0)
+    """A value that is this far from what it was at the step's start moves no further (reward); None: no limit."""
+    warmup_steps: int = Field(default=40, gt=0)
+    """Commits at the start in which values are fitted and the policy stays as it is; then values stay."""
+
+
 class FrozenValue(Part):
     """The value of each sampled token by a model that was fitted first and then frozen (DVPO; formula from notes).
 
@@ -188,14 +201,8 @@ class FrozenValue(Part):
     """Bring advantages to mean 0 and variance 1 over the tokens of the step."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the variance (reward squared)."""
-    value: ValueHead = ValueHead(trunk="own", learning_rate=3e-4, clip=None, warmup_steps=40)
+    value: FrozenHead = FrozenHead()
     """The value model."""
-
-    @model_validator(mode="after")
-    def _is_fitted(self) -> "FrozenValue":
-        if not self.value.warmup_steps:
-            raise ValueError("value.warmup_steps is 0: the value model would be frozen before it was fitted")
-        return self
 
 
 class Turns(Part):

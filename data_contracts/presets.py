@@ -41,6 +41,6 @@ def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
         own = merged.get(name)
         if isinstance(own, Mapping) and isinstance(value, Mapping):
             same = value.get("type", own.get("type")) == own.get("type")
-            value = {**own, **value} if same else value
+            value = _merged(own, value) if same else value
         merged[name] = value
     return merged

@@ -72,7 +72,7 @@ def test_types_are_distinct(union):
         ({"loss": {"type": "a_star_po"}, "reward_kl": {}}, "counted twice"),
         ({"loss": {"type": "a_star_po"}, "regularizers": [{"type": "kl", "towards": "reference"}]}, "counted twice"),
         ({"advantage": {"type": "frozen_value"}, "reward_kl": {}}, "has no effect"),
-        ({"advantage": {"type": "frozen_value", "value": {"warmup_steps": 0}}}, "before it was fitted"),
+        ({"advantage": {"type": "frozen_value", "value": {"warmup_steps": 0}}}, "greater than 0"),
         ({"reward_kl": {}, "regularizers": [{"type": "kl", "towards": "reference"}]}, "one pull, counted twice"),
         ({"regularizers": [{"type": "kl"}, {"type": "kl", "estimator": "k3"}]}, "the same policy"),
         ({"step_size": {"type": "ess"}, "update": {"type": "slow_fast"}}, "fast steps would be shrunk"),

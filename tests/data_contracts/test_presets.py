@@ -73,3 +73,12 @@ def test_rollouts_that_do_not_fit_an_algorithm_are_refused_with_what_to_do(field
 def test_the_methods_that_need_trees_or_guidance_have_them():
     RunConfig.model_validate({"algorithm": "oc_grpo", "rollout": {"guided_samples": 4}})
     RunConfig.model_validate({"algorithm": "trace", "rollout": {"branching": {"trunks": 2}}})
+
+
+def test_a_part_of_a_part_replaces_itself_alone():
+    value = AlgorithmConfig.model_validate({"preset": "sao_value", "advantage": {"value": {"width": 8}}}).value
+    assert value is not None
+    assert (value.width, value.updates, value.warmup_steps) == (8, 2, 10)
+    frozen = AlgorithmConfig.model_validate({"preset": "dvpo", "advantage": {"value": {"warmup_steps": 3}}}).value
+    assert frozen is not None
+    assert (frozen.trunk, frozen.clip, frozen.warmup_steps) == ("own", None, 3)
