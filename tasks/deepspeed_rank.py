@@ -7,6 +7,7 @@ answers. The first rank alone sends results along.
 import dataclasses
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -106,6 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serve the parent on the socket whose descriptor is the one argument; return the exit code."""
     channel = Channel(socket.socket(fileno=int(arguments[0])))
     end_with_parent(channel)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch about DeepSpeed, at every collective
     worker = Worker()
     while True:
         try:
