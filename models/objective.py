@@ -68,7 +68,7 @@ class Underway:
     def means(self) -> dict[str, float]:
         """Return the sums as metrics: losses by update, counts by token of the loss."""
         updates, tokens = max(len(self.norms), 1), max(self.sums.get("tokens", 0.0), 1.0)
-        by = dict.fromkeys(("loss/policy", "loss/regularizers"), updates)
+        by: dict[str, float] = {"loss/policy": updates, "loss/regularizers": updates}
         by["loss/dropped_sequences"] = max(self.sums.get("sequences", 0.0), 1.0)
         counted = ("tokens", "sequences")
         return {name: total / by.get(name, tokens) for name, total in self.sums.items() if name not in counted}
