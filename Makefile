@@ -7,7 +7,12 @@ READY := $(VENV)/.installed
 S3_TESTS := $(addprefix tests/infra/test_,store.py store_s3.py store_faults.py log.py objects.py probe.py) \
 	tests/flows/test_s3_run.py
 
-.PHONY: run test check lint test-slow test-ceph test-postgres bench clean up down
+# vLLM has an environment of its own. On a GPU: make vllm VLLM_PACKAGE=vllm==0.32.0
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.installed
+VLLM_PACKAGE ?=
+
+.PHONY: run test check lint test-slow test-ceph test-postgres vllm test-vllm bench clean up down
 
 $(READY): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +46,22 @@ test-ceph: $(READY)  ## the store, its records and short runs on a Ceph gateway 
 test-postgres: $(READY)  ## a run with Prefect and MLflow on a PostgreSQL server of its own
 	$(BIN)/python -m pytest -m "not gpu" tests/infra/test_databases.py tests/flows/test_postgres.py
 
+$(VLLM_READY): requirements-vllm.lock
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+ifeq ($(VLLM_PACKAGE),)
+	$(VLLM)/bin/python -m pip install --quiet "$$(grep ^torch== requirements-vllm.lock)"
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm.lock
+else
+	$(VLLM)/bin/python -m pip install --quiet $(VLLM_PACKAGE)
+endif
+	touch $(VLLM_READY)
+
+vllm: $(VLLM_READY)  ## the environment of the vLLM engine: 3.4 GB, a minute or two of downloading
+
+test-vllm: $(READY) $(VLLM_READY)  ## the real vLLM: its weights, a run through it, kills of its processes
+	$(BIN)/python -m pytest -n 0 -m slow tests/flows/test_vllm.py
+
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run
 
@@ -51,4 +72,4 @@ down: $(READY)
 	$(BIN)/rollflow down
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ from data_contracts.algorithm import (
     Tree,
 )
 from data_contracts.config_backend import DeepspeedBackend, TorchBackend, TrainBackend
+from data_contracts.config_engine import EngineConfig, TorchEngine, VllmEngine
 from data_contracts.config_roles import (
     AuditConfig,
     BalanceRule,
@@ -28,7 +29,6 @@ from data_contracts.config_roles import (
     CurateRule,
     CustomRule,
     DuplicateRule,
-    EngineConfig,
     EvaluateConfig,
     LengthRule,
     OrchestrationConfig,
@@ -38,7 +38,6 @@ from data_contracts.config_roles import (
     RolloutConfig,
     RowRule,
     SamplingConfig,
-    TorchEngine,
     TrackingConfig,
     TrainConfig,
     TruncationRule,
@@ -98,6 +97,7 @@ __all__ = [
     "TrainBackend",
     "TrainConfig",
     "TruncationRule",
+    "VllmEngine",
 ]
 
 
@@ -187,7 +187,7 @@ class RunConfig(Frozen):
     """Responses to one prompt (G)."""
     deterministic: bool | None = None
     """Bit-exact runs: fixed shapes, settling in ticket order. None: on exactly when max_staleness is 0 or exact, and
-    rollout and training use one thread each."""
+    rollout and training use one thread each, unless vLLM samples."""
     store: Address = ".rollflow/store"
     """Folder, or s3:// URL, that holds runs."""
     model: ModelConfig = TinyModel()
@@ -249,6 +249,11 @@ class RunConfig(Frozen):
             raise ValueError(f"rollout.max_workers {most} is below rollout.workers {self.rollout.workers}")
         self._refuse_odd_curricula()
         self._refuse_rollouts_that_do_not_fit()
+        if self.deterministic and self.rollout.engine.type == "vllm":
+            raise ValueError(
+                "deterministic with rollout.engine.type 'vllm': its samples depend on what else is in its batch; "
+                "leave deterministic out or take the torch engine"
+            )
         self._refuse_ratios_of_two_distributions()
         self._refuse_what_ranks_cannot_do()
         return self
@@ -356,5 +361,7 @@ class RunConfig(Frozen):
         """Whether this run must be bit-exact."""
         if self.deterministic is not None:
             return self.deterministic
+        if self.rollout.engine.type == "vllm":
+            return False
         fixed = self.staleness.bound == 0 or self.staleness.exact
         return fixed and self.rollout.threads == 1 and self.train.threads == 1

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from data_contracts.config_backend import TorchBackend, TrainBackend
+from data_contracts.config_engine import EngineConfig, TorchEngine
 from data_contracts.frozen import Address, Frozen
 
 
@@ -21,19 +22,6 @@ class SamplingConfig(Frozen):
     """Limit on a response in tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, beside the end-of-sequence token."""
-
-
-class TorchEngine(Frozen):
-    """The engine in process: continuous batching over slots with a KV cache."""
-
-    type: Literal["torch"] = "torch"
-    slots: int = Field(default=256, gt=0)
-    """Sequences decoded at once."""
-    max_length: int | None = None
-    """Prompt and response in tokens; None takes the model's limit."""
-
-
-EngineConfig = Annotated[TorchEngine, Field()]
 
 
 class Branching(Frozen):
@@ -73,6 +61,11 @@ class RolloutConfig(Frozen):
     trained on the prompt without it, so an importance such as off_context should account for it."""
     branching: Branching | None = None
     """Roll groups out as trees, for advantage `tree`; None begins every sample at the prompt."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _torch_unless_named(cls, value: object) -> object:
+        return {"type": "torch"} | value if isinstance(value, dict) else value
 
 
 class OverlongPenalty(Frozen):

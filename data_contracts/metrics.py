@@ -33,6 +33,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/ess_sequence": ("fraction", "the same over sequences, with the product of a sequence's ratios"),
     "policy/mismatch_k1": ("nats", "KL of behavior from trainer at equal version, mean of log behavior - log trainer"),
     "policy/mismatch_k3": ("nats", "the same by the estimator rho - 1 - log rho, rho = trainer over behavior"),
+    "policy/mismatch_ratio": (
+        "ratio",
+        "largest ratio of the two probabilities of a token at equal version, at least 1",
+    ),
     "policy/mismatch_tokens": ("tokens", "tokens at equal version that the mismatch was measured on"),
     "policy/kl_behavior": ("nats", "KL of behavior from current policy, estimator k3, all tokens of the loss"),
     "policy/kl_proximal": ("nats", "KL of proximal from current policy, estimator k3"),

@@ -114,6 +114,7 @@ def mismatch_metrics(start_logp: Tensor, behavior: Tensor, same_version: Tensor)
         "policy/mismatch_tokens": float(known.sum()),
         "policy/mismatch_k1": difference.mean().item(),
         "policy/mismatch_k3": kl_estimate(difference, "k3").mean().item(),
+        "policy/mismatch_ratio": difference.abs().max().exp().item(),
     }
 
 

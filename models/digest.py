@@ -46,18 +46,48 @@ def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
     Returns:
         `<dtype>:<32 hexadecimal digits>`, several joined by "+".
     """
-    sums: dict[str, list[int]] = {}
+    sums = DigestSums()
     seen: set[tuple] = set()
     for tensor in named_tensors.values():
         identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.numel() == 0 or identity in seen:
-            continue
-        seen.add(identity)
-        plain, mixed = _sums(bits_of(tensor))
-        total = sums.setdefault(str(tensor.dtype).removeprefix("torch."), [0, 0])
+        if identity not in seen:
+            seen.add(identity)
+            sums.add(tensor)
+    return sums.text()
+
+
+class DigestSums:
+    """The sums of a digest, tensor by tensor, for weights that are not all in memory at once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[int]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's elements; that it is not counted twice is for the caller to see to."""
+        if tensor.numel():
+            self._count(tensor.dtype, *_sums(bits_of(tensor)))
+
+    def add_negative_zeros(self, dtype: torch.dtype, number: int) -> None:
+        """Count `number` elements that are -0.0."""
+        if number:
+            plain, mixed = _sums(bits_of(torch.tensor([-0.0], dtype=dtype)))
+            self._count(dtype, number * plain, number * mixed)
+
+    def text(self) -> str:
+        """Return the digest of what has been counted."""
+        return "+".join(
+            f"{dtype}:" + "".join(f"{value:016x}" for value in self._sums[dtype]) for dtype in sorted(self._sums)
+        )
+
+    def _count(self, dtype: torch.dtype, plain: int, mixed: int) -> None:
+        total = self._sums.setdefault(str(dtype).removeprefix("torch."), [0, 0])
         total[0] = (total[0] + plain) % _MODULUS
         total[1] = (total[1] + mixed) % _MODULUS
-    return "+".join(f"{dtype}:" + "".join(f"{value:016x}" for value in sums[dtype]) for dtype in sorted(sums))
+
+
+def negative_zeros(tensor: Tensor) -> int:
+    """Return how many elements of a floating-point tensor are -0.0."""
+    return int((bits_of(tensor) == bits_of(torch.tensor([-0.0], dtype=tensor.dtype, device=tensor.device))).sum())
 
 
 def bits_of(tensor: Tensor) -> Tensor:

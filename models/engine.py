@@ -32,7 +32,7 @@ from torch import Tensor
 from data_contracts.errors import ConfigError, EngineError
 from models.digest import weights_digest
 from models.policy import load_weights, named_weights
-from models.requests import Finished, FinishReason, Request, SlotTable, never_started, stop_texts
+from models.requests import Finished, FinishReason, Request, SlotTable, check_request, never_started, stop_texts
 from models.sampling import sample, uniforms
 from models.slots import Decode, KeyValues, Prompts, route_attention
 
@@ -158,23 +158,7 @@ class Engine:
             EngineError: the prompt is empty, leaves no room for a token or has ids outside of the vocabulary, or a
                 sampling parameter is out of range.
         """
-        num = len(request.prompt_ids)
-        if not 0 < num < self._max_length:
-            raise EngineError(
-                f"request {request.key}: prompt has {num} tokens, expected 1 to {self._max_length - 1} "
-                f"(max_length {self._max_length}): shorten it or raise the engine's max_length"
-            )
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self._vocab_size:
-            raise EngineError(
-                f"request {request.key}: prompt ids reach from {low} to {high}, expected 0 to {self._vocab_size - 1}: "
-                "encode it with the model's own tokenizer"
-            )
-        if request.max_new_tokens < 1 or request.temperature < 0 or not 0 < request.top_p <= 1 or request.top_k < 0:
-            raise EngineError(
-                f"request {request.key}: expected max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0, "
-                f"got {request.max_new_tokens}, {request.temperature}, {request.top_p}, {request.top_k}"
-            )
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
         self._queue.append(request)
         self._queued_prompts[request.prompt_key] += 1
 

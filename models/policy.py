@@ -98,7 +98,9 @@ def policy_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         return model_files(scratch)
 
 
-def build_policy(files: Mapping[str, bytes], dtype: Dtype, weights: Mapping[str, Tensor] | None = None) -> Policy:
+def build_policy(
+    files: Mapping[str, bytes], dtype: Dtype, weights: Mapping[str, Tensor] | None = None, *, device: str = "cpu"
+) -> Policy:
     """Build a policy from the small files and, when given, its weights.
 
     Without weights the model is initialized at random, from torch's global generator.
@@ -107,6 +109,7 @@ def build_policy(files: Mapping[str, bytes], dtype: Dtype, weights: Mapping[str,
         files: what `model_files` or `policy_files` returned.
         dtype: format of the model's parameters; weights are cast to it.
         weights: as from `named_weights` or `weights_from_bytes`.
+        device: "meta" makes a model without memory, for what its configuration says.
 
     Raises:
         ConfigError: config.json or the tokenizer is missing or cannot be read.
@@ -124,7 +127,8 @@ def build_policy(files: Mapping[str, bytes], dtype: Dtype, weights: Mapping[str,
         except (OSError, ValueError, KeyError) as cause:
             raise ConfigError(f"config.json of the model cannot be read: {_first_line(cause)}") from cause
         tokenizer = _load_tokenizer(Path(scratch))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
         if "generation_config.json" in files:
             model.generation_config = GenerationConfig.from_pretrained(scratch, local_files_only=True)
     if weights is not None:

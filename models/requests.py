@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_contracts.errors import ConfigError
+from data_contracts.errors import ConfigError, EngineError
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -172,6 +172,27 @@ class SlotTable:
     def _response(self, row: int) -> slice:
         """Return the positions of the row's response."""
         return slice(int(self.prompt_length[row]), int(self.length[row]))
+
+
+def check_request(request: Request, *, max_length: int, vocab_size: int) -> None:
+    """Raise EngineError unless an engine of this length and vocabulary can answer a request."""
+    num = len(request.prompt_ids)
+    if not 0 < num < max_length:
+        raise EngineError(
+            f"request {request.key}: prompt has {num} tokens, expected 1 to {max_length - 1} "
+            f"(max_length {max_length}): shorten it or raise the engine's max_length"
+        )
+    low, high = min(request.prompt_ids), max(request.prompt_ids)
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            f"request {request.key}: prompt ids reach from {low} to {high}, expected 0 to {vocab_size - 1}: "
+            "encode it with the model's own tokenizer"
+        )
+    if request.max_new_tokens < 1 or request.temperature < 0 or not 0 < request.top_p <= 1 or request.top_k < 0:
+        raise EngineError(
+            f"request {request.key}: expected max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0, "
+            f"got {request.max_new_tokens}, {request.temperature}, {request.top_p}, {request.top_k}"
+        )
 
 
 def never_started(request: Request) -> Finished:

@@ -10,12 +10,15 @@ what makes a version true: what is sent must have the digest that the commit nam
 
 import secrets
 from collections.abc import Callable
+from typing import TypeVar
 
 from data_contracts.errors import ContractError, DigestMismatch, ObjectMissing
 from data_contracts.records import Commit, PolicyRef
 from infra.crash import point
 from tasks.role import Role
 from tasks.weights import PolicyReader, Weights, publish_full
+
+T = TypeVar("T")
 
 
 class WeightsFinder:
@@ -30,16 +33,28 @@ class WeightsFinder:
         self._asked: dict[int, set[int]] = {}
         """Version that was asked for to the versions that had been given by then."""
 
+    @property
+    def reader(self) -> PolicyReader:
+        """What it reads with."""
+        return self._reader
+
     def find(self, version: int) -> tuple[Weights, str] | None:
         """Return a version's weights and their digest, or None while it cannot be read: the trainer has been asked.
 
         Costs nothing while nothing has changed since the last try.
         """
+        return self._try(version, lambda: self._reader.weights(version))
+
+    def find_published(self, version: int, have: int) -> list[tuple[Commit, str, bytes]] | None:
+        """Return what leads from version `have` to a version (see PolicyReader.published), or None as `find` does."""
+        return self._try(version, lambda: self._reader.published(version, have))
+
+    def _try(self, version: int, read: Callable[[], T]) -> T | None:
         known = dict(self._role.full_weights)
         if self._failed.get(version) == known:
             return None
         try:
-            return self._reader.weights(version)
+            return read()
         except (ContractError, ObjectMissing) as cause:
             if version not in self._asked:
                 self._asked[version] = set(known)
@@ -57,10 +72,20 @@ class WeightsFinder:
             RoleFailed: the trainer shows no life.
             DigestMismatch: the version is torn for good: the trainer has given a newer one in its place.
         """
+        found: list[Weights] = []
+
+        def take(version: int) -> bool:
+            found.extend(pair[0] for pair in [self.find(version)] if pair)
+            return bool(found)
+
+        return self.wait_until(wanted, take), found[0]
+
+    def wait_until(self, wanted: Callable[[], int], take: Callable[[int], bool]) -> int:
+        """Return the version that `take` could take; otherwise as `wait_for`."""
         while True:
             version = wanted()
-            if found := self.find(version):
-                return version, found[0]
+            if take(version):
+                return version
             given = self._role.full_weights.keys() - self._asked.get(version, set())
             if any(newer > version for newer in given):
                 raise DigestMismatch(f"weights of version {version} are torn, and the trainer no longer has them")

@@ -12,7 +12,6 @@ from models.requests import Finished
 from tasks.branching import FROM_PROMPT, Start
 
 MAX_SAMPLES = 1 << 20
-ENGINE = "torch"
 
 
 @dataclass
@@ -89,7 +88,7 @@ def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_new_tokens": sampling.max_new_tokens,
-        "engine": ENGINE,
+        "engine": config.rollout.engine.type,
         "dtype": config.model.dtype if config.model.type == "local" else "float32",
         "queued_at": group.queued_at,
         "started_at": 0.0 if result is None else result.started_at,

@@ -23,16 +23,13 @@ from infra.crash import point
 from infra.heartbeats import read_heartbeats
 from infra.log import Log
 from infra.objects import put_batch
-from models.engine import Engine
-from models.policy import build_policy
 from models.requests import Finished, Request, stop_texts
 from tasks.branching import FROM_PROMPT, starts_from, trunk_of
 from tasks.curriculum import CurriculumReader
-from tasks.engine import make_engine
+from tasks.engine import RolloutEngine, make_rollout_engine
 from tasks.envs.registry import Envs, build_envs
 from tasks.full_weights import WeightsFinder
 from tasks.ledger import Ledger
-from tasks.model_files import read_model_files
 from tasks.prompts import encode_prompt, with_guidance
 from tasks.raw_rows import Group, make_raw_table, sample_seed
 from tasks.reuse import copy_group
@@ -53,9 +50,12 @@ def run(role: Role) -> None:
             break
         role.wait("the first version", on=("start",))
     worker = Worker(role, ledger)
-    while not worker.is_over():
-        worker.turn()
-    worker.publish()
+    try:
+        while not worker.is_over():
+            worker.turn()
+        worker.publish()
+    finally:
+        worker.close()
 
 
 class Worker:
@@ -86,17 +86,17 @@ class Worker:
         self._checked: dict[LogName, int] = {}
         self._aborted = {"aborted_groups": 0.0, "aborted_tokens": 0.0}
 
-    def _load_engine(self) -> tuple[Engine, object]:
+    def _load_engine(self) -> tuple[RolloutEngine, object]:
         def wanted() -> int:
             self._ledger.sync()
             state = self._ledger.state
             return first_open_version(state) if self._config.staleness.exact else state.version
 
-        version, weights = self._weights.wait_for(wanted)
-        policy = build_policy(read_model_files(self._role.store), next(iter(weights.values())).dtype)
-        engine = make_engine(self._config, policy, deterministic=self._config.is_deterministic)
-        engine.load_weights(weights, version)
-        return engine, policy.tokenizer
+        return make_rollout_engine(self._role, self._weights, wanted)
+
+    def close(self) -> None:
+        """Let the engine go."""
+        self._engine.close()
 
     def is_over(self) -> bool:
         """Whether nothing is left to do in this run, or for a process that was asked to leave it."""
@@ -142,8 +142,7 @@ class Worker:
             if self._open or room(self._ledger.state, self._engine.version) > 0:
                 return
             newest = self._engine.version + 1
-        if found := self._weights.find(newest):
-            self._engine.load_weights(found[0], newest)
+        if self._engine.take(newest):
             self._role.progressed(f"loaded version {newest}")
 
     def _drop_lost(self) -> None:

@@ -112,9 +112,33 @@ class PolicyReader:
         self._digest = ""
 
     def _read(self, version: int) -> tuple[Weights, str]:
+        weights, digest = self._weights, self._digest
+        for commit, reference in self._chain(version, self._version):
+            weights, digest = self._step(commit, reference, weights, digest), commit.weights.digest
+        self._version, self._weights, self._digest = version, weights, digest
+        return weights, digest
+
+    def published(self, version: int, have: int) -> list[tuple[Commit, str, bytes]]:
+        """Return what leads to a version from version `have`, or from one in full, as it was published.
+
+        Returns:
+            (commit, "full" or "delta", verified bytes) in order; nothing when `have` is the version.
+
+        Raises:
+            ObjectMissing: the version does not exist, or an object of it.
+            ContractError: an object is not the one that was committed.
+        """
+        return [(commit, reference.kind, self._body(reference)) for commit, reference in self._chain(version, have)]
+
+    def dtype(self, version: int) -> str:
+        """Return the numeric format that a version was published in."""
+        return self._commit(version).weights.dtype
+
+    def _chain(self, version: int, have: int) -> list[tuple[Commit, PolicyRef]]:
+        """Return the commits that lead to a version, in order, and where their weights are."""
         chain: list[tuple[Commit, PolicyRef]] = []
         at = version
-        while at != self._version:
+        while at != have:
             commit = self._commit(at)
             reference = self._full.get(at, commit.weights)
             chain.append((commit, reference))
@@ -123,14 +147,13 @@ class PolicyReader:
             if reference.base is None:
                 raise ProtocolError(f"commit {at}: weights are a difference without a base")
             at = reference.base
-        weights, digest = self._weights, self._digest
-        for commit, reference in reversed(chain):
-            weights, digest = self._step(commit, reference, weights, digest), commit.weights.digest
-        self._version, self._weights, self._digest = version, weights, digest
-        return weights, digest
+        return chain[::-1]
+
+    def _body(self, reference: PolicyRef) -> bytes:
+        return get_object(self._store, next(o for o in reference.objects if o.key.endswith(".safetensors")))
 
     def _step(self, commit: Commit, reference: PolicyRef, base: Weights, base_digest: str) -> Weights:
-        body = get_object(self._store, next(o for o in reference.objects if o.key.endswith(".safetensors")))
+        body = self._body(reference)
         delta = None if reference.kind == "full" else delta_from_bytes(body)
         digest = delta.digest if delta else reference.digest
         if digest != commit.weights.digest:

@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("bench_log", "bench_engine", "bench_trainer", "bench_contracts", "bench_books", "bench_run")
+BENCHMARKS = ("bench_log", "bench_engine", "bench_trainer", "bench_contracts", "bench_books", "bench_run", "bench_vllm")
 
 
 def main() -> int:

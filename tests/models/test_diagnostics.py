@@ -50,6 +50,8 @@ def test_mismatch_matches_the_reference(reference):
     assert got["policy/mismatch_k1"] == pytest.approx(expected["kl_k1"])
     assert got["policy/mismatch_k3"] == pytest.approx(expected["kl_k3"])
     assert got["policy/mismatch_tokens"] == 9
+    ratio = (old[mask] - rollout[mask]).exp()
+    assert got["policy/mismatch_ratio"] == pytest.approx(max(ratio.max().item(), 1 / ratio.min().item()))
 
 
 def test_mismatch_is_measured_at_equal_version_only(reference):
