@@ -72,7 +72,7 @@ def commit_versions(store: Store, num: int) -> list[str]:
                 name: torch.where(torch.rand(tensor.shape) < 0.2, tensor + 0.3 * torch.randn(tensor.shape), tensor)
                 for name, tensor in weights.items()
             }
-            reference = publish_delta(store, version, "w", new, weights)
+            reference, _ = publish_delta(store, version, "w", new, weights)
             weights = new
         digests.append(reference.digest)
         status = "trained" if version else "initial"

@@ -39,7 +39,7 @@ def commit_versions(store: Store) -> tuple[dict[str, bytes], list[str]]:
     for version in range(3):
         if version:
             new = {name: tensor + (name.endswith("norm.weight")) for name, tensor in weights.items()}
-            reference = publish_delta(store, version, "w", new, weights)
+            reference, _ = publish_delta(store, version, "w", new, weights)
             weights = new
         digests.append(reference.digest)
         log.append(
