@@ -7,7 +7,7 @@ Sources: vLLM 0.32, entrypoints/scale_out/token_in_token_out, entrypoints/rl and
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -78,7 +78,9 @@ class VllmClient:
         except (EngineError, ValueError, LookupError, TypeError) as cause:
             raise ConfigError(f"rollout.engine.url {self.url}: what answers there is no vLLM server") from cause
 
-    def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, salt: str) -> Iterator[Piece]:
+    def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, salt: str
+    ) -> Generator[Piece, None, None]:
         """Yield the pieces of all samples as they come.
 
         Args:
