@@ -53,7 +53,7 @@ ifeq ($(VLLM_PACKAGE),)
 	$(VLLM)/bin/python -m pip install --quiet "$$(grep ^torch== requirements-vllm.lock)"
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm.lock
 else
-	$(VLLM)/bin/python -m pip install --quiet $(VLLM_PACKAGE)
+	$(VLLM)/bin/python -m pip install --quiet $(VLLM_PACKAGE) "$$(grep ^pyarrow== requirements-vllm.lock)"
 endif
 	touch $(VLLM_READY)
 

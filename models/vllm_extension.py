@@ -1,8 +1,8 @@
 """What Rollflow adds to the worker of a vLLM server: it takes versions of the weights and says what it computes with.
 
 vLLM mixes `WeightsExtension` into its worker (`--worker-extension-cls`), and the rollout role calls its methods
-through the server's /collective_rpc. So this module is imported in vLLM's own environment, not in Rollflow's, and
-needs nothing but torch, safetensors and transformers, which vLLM brings.
+through the server's /collective_rpc. So this module is imported in vLLM's own environment, not in Rollflow's: what it
+imports must be in requirements-vllm.lock, which a test holds.
 
 The digest is Rollflow's own (models/digest.py): fused, padded and renamed tensors give the digest of the plain ones.
 On a CPU there are no such tensors to read: vLLM packs a matrix into a format of the kernel's own and throws the

@@ -1,5 +1,10 @@
 """The engine's side of weights and digests, on modules laid out as vLLM lays them out (vLLM itself: tests/flows)."""
 
+import ast
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -162,3 +167,27 @@ def test_a_difference_needs_its_base(tmp_path):
     (tmp_path / "delta").write_bytes(delta_to_bytes(make_delta(old, new)))
     with pytest.raises(ContractError, match="load the version it was made from"):
         Worker().rollflow_take([("delta", str(tmp_path / "delta"))])
+
+
+def imports_of(module: str, seen: set[str]) -> set[str]:
+    """Packages of others that a module of this project imports, itself or through others of the project."""
+    path = Path(*module.split(".")).with_suffix(".py")
+    if not path.is_file() or module in seen:
+        return set()
+    seen.add(module)
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            root = name.partition(".")[0]
+            found |= imports_of(name, seen) if Path(root).is_dir() else {root} - set(sys.stdlib_module_names)
+    return found
+
+
+def test_what_the_extension_imports_is_in_the_environment_of_vllm():
+    lines = Path("requirements-vllm.lock").read_text().splitlines()
+    locked = {re.split(r"==|>", line)[0].lower() for line in lines if not line.startswith("#")}
+    needed = imports_of("models.vllm_extension", set())
+    assert {"torch", "safetensors"} <= needed
+    assert needed <= locked
