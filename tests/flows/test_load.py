@@ -171,6 +171,13 @@ def test_every_rank_of_the_trainer_has_a_device() -> None:
         override(RunConfig.model_validate(values), words)
 
 
+def test_the_node_of_eight_uses_every_gpu_once() -> None:
+    config = load_run_config("node8")
+    devices = config.orchestration.devices
+    assert (config.rollout.engine.type, config.train.backend.type) == ("vllm", "deepspeed")
+    assert sorted(",".join([*devices["rollout"], *devices["train"]]).split(",")) == list("01234567")
+
+
 def test_each_local_process_sees_its_own_devices_and_workers_of_a_cluster_keep_theirs() -> None:
     values = {"rollout": {"workers": 2}, "orchestration": {"devices": {"rollout": ["0", "1"], "train": ["2,3"]}}}
     config = RunConfig.model_validate(values)
