@@ -110,9 +110,9 @@ def query(
       action_mask, behavior_logprobs, policy_versions, used_versions,
       used_digests, finish_reason, error, temperature, top_p, top_k,
       max_new_tokens, engine, dtype, queued_at, started_at, finished_at,
-      response_text, reward, reward_names, reward_values, verifier, reward_error,
-      batch, length, verdict, drop_reason, trained_version, staleness,
-      source_ticket
+      guided_prompt_ids, branch_of, branch_at, response_text, reward,
+      reward_names, reward_values, verifier, reward_error, batch, length,
+      verdict, drop_reason, trained_version, staleness, source_ticket
     tickets, one row per ticket:
       ticket, attempts, verdict, drop_reason, trained_version, prompt_id,
       reward_mean

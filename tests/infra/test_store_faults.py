@@ -1,7 +1,6 @@
 """Object storage over a network that fails: what is asked for happens once, in a budget, or one sentence says why."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -104,12 +103,10 @@ def test_when_the_budget_is_spent_one_sentence_says_what_happened(
     open_through(proxy, s3_url).put_new("there", b"x" * 1000)
     proxy.set(**{fault: 1.0})
     store = open_through(proxy, s3_url, retry_s=1.0)
-    began = time.monotonic()
     with pytest.raises(
-        StoreError, match=rf"there: could not be read: {said}, tried \d+ times in [\d.]+ s; check"
+        StoreError, match=rf"there: could not be read: {said}, tried (?!0|1 )\d+ times in [\d.]+ s; check"
     ) as told:
         store.get("there")
-    assert time.monotonic() - began >= 0.5, "it did not give up at the first failure"
     assert "\n" not in str(told.value)
     assert proxy.counts()[fault] >= 2
 
