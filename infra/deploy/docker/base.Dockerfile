@@ -1,13 +1,13 @@
 # Everything but the heavy engines. Build from the root of the repository:
 #   docker build -t rollflow-base -f infra/deploy/docker/base.Dockerfile .
-# torch comes from PyPI, which has CUDA builds for Linux; for CPU alone give
-#   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch comes as pip finds it, for Linux a CUDA build; for CPU alone give the index of PyTorch's CPU builds as
+#   --build-arg TORCH_INDEX=URL
 FROM python:3.11-slim-bookworm
-ARG TORCH_INDEX=https://pypi.org/simple
+ARG TORCH_INDEX
 RUN apt-get update && apt-get install --yes --no-install-recommends curl && rm -rf /var/lib/apt/lists/*
 WORKDIR /app
 COPY requirements.lock pyproject.toml README.md ./
-RUN pip install --no-cache-dir --index-url ${TORCH_INDEX} --extra-index-url https://pypi.org/simple "$(grep '^torch==' requirements.lock)" \
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} "$(grep '^torch==' requirements.lock)" \
     && pip install --no-cache-dir --requirement requirements.lock
 COPY data_contracts data_contracts
 COPY models models
