@@ -63,7 +63,7 @@ def join(run: Run, s3_server: S3Server, tmp_path: Path):
         for process in started:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()
 
 
 def wait_for(what: Callable[[], bool], limit_s: float = 600.0) -> None:
