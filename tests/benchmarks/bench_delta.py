@@ -29,8 +29,13 @@ PROMPTS_AT_ONCE = 2
 
 def sample_groups(policy: Policy, num_groups: int, num_samples: int) -> list[list[Sample]]:
     """Return groups whose rewards differ: others have no gradient."""
-    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    envs = build_envs((ReasoningGymEnv(dataset="chain_sum", parameters=terms, extract="last_number", exact=True),), 0)
+    sums = ReasoningGymEnv(
+        dataset="chain_sum",
+        parameters={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        extract="last_number",
+        exact=True,
+    )
+    envs = build_envs((sums,), 0)
     engine = Engine(policy.model, version=0, slots=64, max_length=320, eos_ids=end_ids(policy))
     decode = make_decoder(policy.tokenizer)
     groups: list[list[Sample]] = []
