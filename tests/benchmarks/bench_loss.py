@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_trainer import make_groups, make_model
 
 import models.trainer as module
 from data_contracts.algorithm import AlgorithmConfig
 from data_contracts.config import TrainConfig
 from models.trainer import Trainer
+from tests.benchmarks.bench_trainer import make_groups, make_model
 
 REPEATS = 6
 

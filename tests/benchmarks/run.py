@@ -4,7 +4,16 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("bench_log", "bench_engine", "bench_trainer", "bench_contracts", "bench_books", "bench_run", "bench_vllm")
+BENCHMARKS = (
+    "bench_log",
+    "bench_engine",
+    "bench_trainer",
+    "bench_loss",
+    "bench_contracts",
+    "bench_books",
+    "bench_run",
+    "bench_vllm",
+)
 
 
 def main() -> int:
