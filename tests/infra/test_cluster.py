@@ -79,6 +79,9 @@ def test_a_lacking_worker_is_named_with_the_command_that_starts_one(
 def test_a_worker_that_is_at_work_is_not_free(whole: str, tmp_path: Path) -> None:
     with Client(whole, set_as_default=False) as client:
         task = client.submit(work_until, str(tmp_path / "release"), resources={"ROLLOUT": 1}, pure=False)
+        while not (tmp_path / "release.begun").exists():  # until then the worker is free
+            assert task.status == "pending"
+            time.sleep(0.02)
         with pytest.raises(ConfigError, match=r"offer ROLLOUT, got 0 \(1 more busy\); none for rollout"):
             check_cluster(whole, ROLES, patience_s=0)
         (tmp_path / "release").touch()
@@ -87,6 +90,7 @@ def test_a_worker_that_is_at_work_is_not_free(whole: str, tmp_path: Path) -> Non
 
 
 def work_until(path: str) -> None:
+    Path(f"{path}.begun").touch()
     while not Path(path).exists():
         time.sleep(0.02)
 
