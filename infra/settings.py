@@ -35,8 +35,8 @@ DEFAULTS: dict[str, str] = {
     # S3 servers other than Amazon's refuse the newer checksums.
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
     "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    # For the processes started from here. By default glibc gives the memory of every large tensor back to the system and
-    # asks for it again: a third of the processor time of a step on small models is spent there.
+    # For the processes started from here. By default glibc gives the memory of every large tensor back to the system
+    # and asks for it again: a third of the processor time of a step on small models is spent there.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2 * 2**30),
