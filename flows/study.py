@@ -6,6 +6,7 @@ A cell is done or it is not: one that was cut short is begun again, because it t
 is known of a study stands in the records of its runs, so any later call goes on from there.
 """
 
+import hashlib
 import os
 import time
 import tomllib
@@ -22,6 +23,7 @@ from flows import conduct
 from flows.load import explain
 from flows.lockstep import run_in_lockstep
 from infra import settings
+from infra.locks import locked
 from infra.log import Log
 from infra.objects import get_object, put_named
 from infra.runs import Run, create_run, load_run
@@ -102,9 +104,16 @@ def warm_up(config: StudyConfig, url: str) -> Run:
 def play_cell(config: StudyConfig, cell: Cell, url: str) -> Run:
     """Run one cell in this process, from its beginning, and return its run.
 
-    A cell whose training diverged is done too: its run has failed, and says so.
+    A cell whose training diverged is done too: its run has failed, and says so. One that another process of this
+    machine plays is waited for, and not played again: a study that was told to stop still finishes its cells.
     """
     store = open_store(url).at(config.run_id(cell))
+    name = hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    with locked(settings.home() / "locks" / name):
+        return load_run(store.url) if is_done(store) else _play_cell(config, cell, url, store)
+
+
+def _play_cell(config: StudyConfig, cell: Cell, url: str, store: Store) -> Run:
     for key in store.list():  # what an interrupted call has left
         store.delete(key)
     run = create_run(config.run_config(cell, url), config.run_id(cell))

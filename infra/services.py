@@ -10,7 +10,6 @@ servers answer; nobody else waits.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -22,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +32,7 @@ import psutil
 from data_contracts.errors import ServiceError
 from infra import settings
 from infra.databases import VARIABLES, database_url, described, is_shared, without_secrets
+from infra.locks import locked
 
 HOST = "127.0.0.1"
 TOKEN_VARIABLE = "ROLLFLOW_SERVICE_TOKEN"
@@ -111,7 +111,7 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
     """
     home = settings.make_home(home)
     asked: dict[Name, int | None] = {"prefect": prefect_port, "mlflow": mlflow_port}
-    with _locked(home):
+    with locked(home / "services.lock"):
         known = _read_state(home)
         ports = {name: _choose_port(name, asked[name], known.get(name)) for name in NAMES}
         running: dict[Name, Server] = {name: server for name, server in known.items() if is_healthy(server)}
@@ -142,7 +142,7 @@ def down(home: Path | None = None, patience_s: float = STOP_LIMIT_S) -> list[Nam
     What has not ended `patience_s` seconds after it was asked to is killed.
     """
     home = settings.make_home(home)
-    with _locked(home):
+    with locked(home / "services.lock"):
         servers = list(_read_state(home).values())
         stopped = _stop(servers, patience_s)
         _write_state(home, {})
@@ -222,13 +222,6 @@ def _write_state(home: Path, servers: Mapping[Name, Server]) -> None:
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps([asdict(server) for server in servers.values()], indent=1))
     beside.replace(path)
-
-
-@contextlib.contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    with (home / "services.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # Starting

@@ -1,5 +1,6 @@
 """A study runs every cell once, goes on where it stopped, and its cells are exactly as stale as they say."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,17 @@ def test_a_cell_that_was_cut_short_is_begun_again(played: str) -> None:
     assert not is_done(store)
     play_cell(STUDY, cell, played)
     assert [commit.weights.digest for commit in commits(played, cell)] == digests
+
+
+def test_a_cell_that_another_plays_is_waited_for_and_not_played_again(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    warm_up(STUDY, url)
+    cell = Cell("grpo", 0, 3)
+    with ThreadPoolExecutor(2) as both:
+        runs = list(both.map(lambda _: play_cell(STUDY, cell, url), range(2)))
+    assert {run.id for run in runs} == {STUDY.run_id(cell)}
+    assert [commit.version for commit in commits(url, cell)] == [0, 1, 2, 3, 4]
+    assert len({commit.writer for commit in commits(url, cell)[1:]}) == 1
 
 
 def test_weights_in_between_are_not_kept(played: str) -> None:

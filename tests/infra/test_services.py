@@ -13,6 +13,8 @@ import pytest
 
 from data_contracts.errors import ServiceError
 from infra import services, settings
+from infra.locks import locked
+from tests.servers.ports import free_port
 
 
 def recorded(home: Path) -> dict[str, services.Server]:
@@ -156,7 +158,7 @@ def test_what_a_killed_up_had_started_is_found_by_its_token(tmp_path: Path):
 def test_up_and_down_of_one_home_exclude_each_other(tmp_path: Path):
     settings.make_home(tmp_path)
     done = threading.Event()
-    with services._locked(tmp_path):
+    with locked(tmp_path / "services.lock"):
         other = threading.Thread(target=lambda: (services.down(tmp_path), done.set()))
         other.start()
         assert not done.wait(0.3)
@@ -195,12 +197,6 @@ def test_a_database_of_another_mlflow_is_copied_and_upgraded(tmp_path: Path, ser
         assert (tmp_path / "mlflow" / "schema_version").read_text() != "3.0.0"
     finally:
         services.down(tmp_path)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_a_planned_server_is_not_alive():
