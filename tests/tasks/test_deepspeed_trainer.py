@@ -146,10 +146,8 @@ CASES = {
         {"proximal": {"type": "recomputed"}, "importance": {"type": "truncated", "level": "sequence"}},
         SMALL | {"inner_updates": 2},
     ),
-    "reference": (
-        {"regularizers": [{"type": "kl", "towards": "reference"}], "reward_kl": {"coefficient": 0.1}},
-        SMALL,
-    ),
+    "reference": ({"regularizers": [{"type": "kl", "towards": "reference"}]}, SMALL),
+    "reward kl": ({"reward_kl": {"coefficient": 0.1}}, SMALL),
     "step size": ({"step_size": {"type": "ess"}}, SMALL),
     "sequences": ("gspo", SMALL),
 }
