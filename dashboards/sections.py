@@ -127,13 +127,14 @@ def role_times(run: Snapshot) -> str:
         if use.busy_share is None:
             continue
         rate = f"{format_number(use.tokens / use.busy_s)} tok/s" if use.tokens and use.busy_s else ""
+        processor = f"processor {format_seconds(use.processor_s)}" if use.processor_s else ""
         processes = f" × {use.writers}" if use.writers > 1 else ""
         bar = plots.stacked([("worked, s", use.busy_s, 1), ("waited, s", use.waiting_s, 0)])
         rows.append(
             f'<div class="role"><b>{escape(use.role)}{processes}</b>{bar}'
             f"<span><b>{100 * use.busy_share:.0f} %</b></span>"
             f'<span class="extra">of {format_seconds(use.busy_s + use.waiting_s)}</span>'
-            f'<span class="extra">{rate}</span></div>'
+            f'<span class="extra">{processor}</span><span class="extra">{rate}</span></div>'
         )
     if not rows:
         return ""

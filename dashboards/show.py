@@ -81,6 +81,7 @@ def show_run(store: Store, console: Console | None = None) -> None:
             "–" if use.busy_share is None else f"{100 * use.busy_share:.0f} %",
             format_seconds(use.busy_s),
             format_seconds(use.waiting_s),
+            format_seconds(use.processor_s) if use.processor_s else "–",
             format_number(use.tokens) if use.tokens else "–",
             use.state,
         )
@@ -88,9 +89,9 @@ def show_run(store: Store, console: Console | None = None) -> None:
     ]
     print_table(
         console,
-        ("role", "processes", "alive", "busy", "worked", "waited", "tokens", "does"),
+        ("role", "processes", "alive", "busy", "worked", "waited", "processor", "tokens", "does"),
         roles,
-        right=(1, 2, 3, 4, 5, 6),
+        right=(1, 2, 3, 4, 5, 6, 7),
     )
     for title, tallies in (("refused", run.refusals), ("errors", run.errors)):
         if tallies:

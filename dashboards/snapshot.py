@@ -49,6 +49,7 @@ class RoleUse:
         writers: processes that have beaten or written so far.
         alive: processes whose heartbeat is recent and not `done`.
         busy_s, waiting_s: seconds, summed over processes.
+        processor_s: processor time by the heartbeats, all threads of all processes.
         tokens: response tokens sampled (rollout) or trained on (train).
         tokens_per_s: now: over the last seconds of records; None when the role does not tell tokens.
         state: what the newest heartbeat says it does; empty without one.
@@ -59,6 +60,7 @@ class RoleUse:
     alive: int = 0
     busy_s: float = 0.0
     waiting_s: float = 0.0
+    processor_s: float = 0.0
     tokens: float = 0.0
     tokens_per_s: float | None = None
     state: str = ""
@@ -349,6 +351,7 @@ def _use_of_roles(fold: Fold, beats: list[Heartbeat], last_at: float, now: float
             alive=sum(not b.done and now - b.at <= limit_s for b in mine),
             busy_s=busy_s,
             waiting_s=waiting_s,
+            processor_s=sum(b.processor_s for b in mine),
             tokens=max(told.tokens, float(sum(b.tokens for b in mine))),
             tokens_per_s=fold.rate(role, last_at),
             state=mine[-1].state if mine else "",

@@ -332,6 +332,8 @@ class Heartbeat(Frozen):
     DELIVERED from the moment its raw record exists until it is settled."""
     busy_s: float = 0.0
     waiting_s: float = 0.0
+    processor_s: float = 0.0
+    """Processor time of the process since the role began in it, all threads."""
     tokens: int = 0
     at: float = Field(default_factory=time.time)
     done: bool = False

@@ -47,11 +47,22 @@ STOP_LIMIT_S = 20.0
 """How long a terminated flow waits for its roles to stop: Prefect kills it after 30 s."""
 
 
+QUIET_DASK = {
+    # A worker plays one role until the end: what Dask samples of it a hundred times a second tells nothing, and the
+    # ticks and monitors of eight workers take a tenth of two cores.
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.tick.limit": "30s",
+    "distributed.admin.system-monitor.interval": "5s",
+}
+
+
 def make_task_runner(config: RunConfig) -> DaskTaskRunner:
     """Return the placement of a run: an existing Dask cluster, or one local process for each role."""
     logging.getLogger("distributed").setLevel(logging.WARNING)  # prefect-dask has it tell every connection
     if config.orchestration.scheduler:
         return DaskTaskRunner(address=config.orchestration.scheduler)
+    dask_config.set(QUIET_DASK)
     preload_roles()
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return DaskTaskRunner(

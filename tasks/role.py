@@ -65,6 +65,7 @@ class Role:
         self._watch = HeartbeatWatch(store, config.orchestration.heartbeat_s, config.orchestration.heartbeat_limit_s)
         self._last_checked = float("-inf")
         self._clock = time.monotonic()
+        self._processor_began = time.process_time()
         self._thread = threading.Thread(target=self._beat_on, name=f"heartbeat-{name}", daemon=True)
 
     def __enter__(self) -> "Role":
@@ -208,6 +209,7 @@ class Role:
             held=dict(self.held),
             busy_s=self.busy_s,
             waiting_s=self.waiting_s,
+            processor_s=time.process_time() - self._processor_began,
             tokens=self.tokens,
             done=self._done,
         )

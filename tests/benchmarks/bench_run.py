@@ -2,20 +2,17 @@
 
 Both do the same work with the same engine and trainer on one thread each, at max_staleness 0, where nothing
 overlaps: what a run takes longer is the cost of roles, records and tracking. Printed are seconds per step, the median
-between commits, and the share that is not generation or training. With --peer PYTHON, an interpreter that has TRL,
-TRL's GRPOTrainer does the same task with two threads, beside a run with the default max_staleness.
+between commits, and the share that is not generation or training.
 
-    python -m tests.benchmarks.bench_run [--steps 20] [--peer .venv-peers/bin/python]
+    python -m tests.benchmarks.bench_run [--steps 20]
 """
 
 import argparse
 import gc
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,7 +22,7 @@ from data_contracts.records import Commit
 from infra.log import Log
 from infra.runs import Run, create_run, load_run
 from models.engine import Engine
-from models.policy import build_policy, copy_weights, save_policy
+from models.policy import build_policy, copy_weights
 from models.requests import Finished, Request
 from models.samples import Sample
 from models.trainer import Trainer
@@ -147,34 +144,16 @@ def compare(name: str, steps: int, folder: str, groups: int, tokens: int, **mode
     print(f"{name}: bare loop {bare:.3f} s/step, run {whole:.3f} s/step: {share:.1f} % is not generation or training")
 
 
-def compare_with_peer(python: str, steps: int, folder: str) -> None:
-    """Print a run with the default staleness beside TRL on the same model and task."""
-    run = make(folder, steps, RunConfig().staleness.bound or 0)
-    ours = play(run, ("start", "train", "rollout", "reward", "curate", "evaluate"))
-    weights, _ = PolicyReader(run.store).weights(0)
-    with tempfile.TemporaryDirectory() as model:
-        save_policy(*build_policy(read_model_files(run.store), "float32", weights), model)
-        script = Path(__file__).with_name("peer_trl.py")
-        printed = subprocess.run(
-            [python, str(script), model, str(steps)], check=True, capture_output=True, text=True
-        ).stdout
-    theirs = float(printed.strip().splitlines()[-1])
-    print(f"default staleness: run {ours:.3f} s/step, TRL {theirs:.3f} s/step: ratio {ours / theirs:.2f}")
-
-
 def main() -> None:
     """Print all comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--peer", default="", help="interpreter that has TRL")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # as the roles do
     with tempfile.TemporaryDirectory() as folder:
         for name, (groups, tokens, model) in SIZES.items():
             compare(name, arguments.steps, folder, groups, tokens, **model)
-        if arguments.peer:
-            compare_with_peer(arguments.peer, arguments.steps, folder)
 
 
 if __name__ == "__main__":
