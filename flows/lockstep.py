@@ -13,6 +13,7 @@ from data_contracts.errors import ProtocolError, TrainingDiverged
 from data_contracts.records import Evaluation
 from infra.log import Log
 from infra.runs import Run
+from infra.settings import keep_freed_memory
 from tasks.curate import Curator
 from tasks.evaluate import Evaluator, next_due
 from tasks.ledger import Ledger
@@ -37,6 +38,7 @@ def run_in_lockstep(run: Run) -> Iterator[int]:
         TrainingDiverged: two steps in a row were not finite; the last version has been evaluated.
     """
     torch.set_num_threads(1)
+    keep_freed_memory()
     Supervisor(run.store).open()
     with ExitStack() as stack:
         roles = {

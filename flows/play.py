@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from data_contracts.errors import ConfigError, ProtocolError, RoleFailed, RunStopped, TrainingDiverged
 from infra.runs import load_run
+from infra.settings import keep_freed_memory
 from tasks.role import Role, append_control
 from tasks.supervise import EXPENDABLE
 
@@ -43,6 +44,7 @@ def play(
     Raises:
         RollflowError: the role failed; whether for good is for the caller to say (see `announce_failure`).
     """
+    keep_freed_memory()
     run = load_run(run_url)
     # A worker of a cluster outlives the role, and what is nice cannot become less so.
     if name in BACKGROUND and run.config.orchestration.scheduler is None:

@@ -39,6 +39,7 @@ def replay(run: Run, arguments: Sequence[str], *, keep: bool = False, evaluate: 
         ConfigError: a field cannot be changed in a replay, or there is nothing to replay.
         GroupUnusable: a stored batch is missing or altered.
     """
+    settings.keep_freed_memory()
     config = override(run.config, arguments)
     num_steps = Log(run.store, "log/commit", Commit).tail() - 1
     check_replayable(config, run.config, num_steps)

@@ -4,7 +4,9 @@ Nothing here imports a dependency: call `apply_defaults()` first, then import Pr
 their environment once. What a person has set is never changed.
 """
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 from data_contracts.errors import ConfigError
@@ -12,6 +14,17 @@ from data_contracts.errors import ConfigError
 HOME_VARIABLE = "ROLLFLOW_HOME"
 STORE_VARIABLES = {"ROLLFLOW_STORE_RETRY_S": 60.0, "ROLLFLOW_STORE_TIMEOUT_S": 30.0}
 """How long a request to object storage is tried again, and how long one try may take, in seconds; see open_store."""
+
+MALLOC_TRIM_THRESHOLD = 2**31 - 1
+"""Bytes; mallopt takes no more."""
+
+MALLOPT = {
+    "MALLOC_TRIM_THRESHOLD_": -1,
+    "MALLOC_TOP_PAD_": -2,
+    "MALLOC_MMAP_THRESHOLD_": -3,
+    "MALLOC_ARENA_MAX": -8,
+}
+"""Variable that glibc reads when a process starts, to the number of the same parameter for mallopt (malloc.h)."""
 
 SUBFOLDERS = ("prefect", "mlflow", "logs", "store")
 
@@ -35,11 +48,10 @@ DEFAULTS: dict[str, str] = {
     # S3 servers other than Amazon's refuse the newer checksums.
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
     "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    # For the processes started from here. By default glibc gives the memory of every large tensor back to the system
-    # and asks for it again: a third of the processor time of a step on small models is spent there.
+    # For the processes started from here; see `keep_freed_memory`.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(2 * 2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(MALLOC_TRIM_THRESHOLD),
     "MALLOC_TOP_PAD_": str(32 * 2**20),
     # Often enough for the automation that tells a killed flow from a slow one; 30 s is Prefect's minimum.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -73,6 +85,22 @@ def seconds(name: str) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name}: expected a positive number of seconds, got {given!r}")
     return value
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep the memory that it frees, by the MALLOC_* variables; where there is no glibc, do nothing.
+
+    By default glibc gives the memory of every large tensor back to the system and asks for it again: a third of the
+    processor time of a step on small models is spent there. glibc reads its variables when a process starts, which for
+    this one is over.
+    """
+    set_parameter = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_parameter is None:
+        return
+    for name, number in MALLOPT.items():
+        given = os.environ.get(name, DEFAULTS[name])
+        if given.isdecimal() and int(given) < 2**31:
+            set_parameter(number, int(given))
 
 
 def apply_defaults() -> None:

@@ -60,3 +60,17 @@ def test_the_libraries_themselves_agree_that_telemetry_is_off(tmp_path: Path):
     )
     printed = run_python(code, ROLLFLOW_HOME=str(tmp_path)).split()
     assert printed == ["True", "False", "30", str(tmp_path / "prefect")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no mallopt")
+def test_a_process_that_keeps_freed_memory_does_not_ask_for_it_again():
+    code = (
+        "import resource, numpy as np; from infra import settings; {}\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def use(): return [np.ones(2**18) for _ in range(16)]\n"
+        "use(); before = faults()\n"
+        "for _ in range(10): use()\n"
+        "print(faults() - before)"
+    )
+    assert int(run_python(code.format("pass"))) > 20_000, "10 times 32 MB, in pages of 4 kB"
+    assert int(run_python(code.format("settings.keep_freed_memory()"))) < 1_000
