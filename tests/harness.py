@@ -50,8 +50,12 @@ def tiny_config(store: str, **changes: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def _play(name: str, run_url: str, environment: dict[str, str]) -> None:
+def _play(name: str, run_url: str, environment: dict[str, str], output: str = "") -> None:
     os.environ.update(environment)
+    if output:
+        printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
     import torch
 
     torch.set_num_threads(1)
@@ -72,19 +76,21 @@ class Processes:
         self._context.set_forkserver_preload(PRELOADED)
         self._started: list[BaseProcess] = []
 
-    def start(self, run: Run, name: str, **environment: str) -> BaseProcess:
-        """Start one role."""
-        process = self._context.Process(target=_play, args=(name, run.store.url, environment), name=name)
+    def start(self, run: Run, name: str, *, output: str = "", **environment: str) -> BaseProcess:
+        """Start one role; `output` names a file for what it prints."""
+        process = self._context.Process(target=_play, args=(name, run.store.url, environment, output), name=name)
         process.start()
         self._started.append(process)
         return process
 
-    def start_all(self, run: Run, names: tuple[str, ...] = ROLES, **environment: str) -> list[BaseProcess]:
-        """Open the run, declare dead whoever died before, and start the roles."""
+    def start_all(
+        self, run: Run, names: tuple[str, ...] = ROLES, *, outputs: str = "", **environment: str
+    ) -> list[BaseProcess]:
+        """Open the run, declare dead whoever died before, and start the roles; `outputs` names a folder, see start."""
         supervisor = Supervisor(run.store)
         supervisor.bury_the_dead()
         supervisor.open()
-        return [self.start(run, name, **environment) for name in names]
+        return [self.start(run, name, output=outputs and f"{outputs}/{name}.log", **environment) for name in names]
 
     def join(self, processes: list[BaseProcess], limit_s: float = 120.0) -> None:
         """Wait until all have ended; raise when they take longer than `limit_s`, which only a hang does."""

@@ -53,19 +53,19 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_short_run_trains_and_no_secret_is_in_any_object_log_or_report(
-    begun_on_s3: Callable[..., Run], s3_server: S3Server, processes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    begun_on_s3: Callable[..., Run], s3_server: S3Server, processes, tmp_path: Path
 ) -> None:
     from dashboards.report import write_report
 
     run = begun_on_s3(steps=3, staleness={"max_staleness": 1}, train={"full_weights_every": 2})
     environment = {**s3_server.environment, **SECRETS}
-    processes.join(processes.start_all(run, ROLES, **environment))
+    processes.join(processes.start_all(run, ROLES, outputs=str(tmp_path), **environment))
+    assert {path.name for path in tmp_path.iterdir()} == {f"{role}.log" for role in ROLES}
     assert_every_ticket_is_trained_once(run)
     kinds = [commit.weights.kind for commit in Log(run.store, "log/commit", Commit).read_from(0)]
     assert kinds == ["full", "delta", "full", "delta"]
     write_report(run.store, tmp_path / "report.html", {})
-    printed = "".join(capfd.readouterr()).encode()
-    held = {key: run.store.get(key) for key in run.store.list()} | all_bytes(tmp_path) | {"printed": printed}
+    held = {key: run.store.get(key) for key in run.store.list()} | all_bytes(tmp_path)
     secrets = [s3_server.secret_key, s3_server.access_key, *SECRETS.values(), "nobody-may-see"]
     assert not [key for key, body in held.items() if any(secret.encode() in body for secret in secrets)]
 
@@ -112,18 +112,18 @@ def test_a_run_goes_on_through_a_network_that_fails(
 
 @pytest.mark.slow
 def test_a_store_that_stays_away_ends_a_role_with_one_sentence(
-    begun_on_s3: Callable[..., Run], s3_server: S3Server, processes, capfd: pytest.CaptureFixture[str]
+    begun_on_s3: Callable[..., Run], s3_server: S3Server, processes, tmp_path: Path
 ) -> None:
     run = begun_on_s3()
     with faulty_proxy.running(s3_server.endpoint) as proxy:
         environment = s3_server.environment | {"AWS_ENDPOINT_URL": proxy.endpoint, "ROLLFLOW_STORE_RETRY_S": "1"}
-        process = processes.start(run, "rollout", **environment)
+        process = processes.start(run, "rollout", output=str(tmp_path / "printed"), **environment)
         while not any(Log(run.store, f"log/raw/{w}", Raw).tail() for w in run.store.at("log/raw").list_folders()):
             assert process.is_alive()
         proxy.set(slowdown=1.0)
         processes.join([process])
     assert process.exitcode == 1
-    last = capfd.readouterr().err.strip().splitlines()[-1]
+    last = (tmp_path / "printed").read_text().strip().splitlines()[-1]
     assert "could not be" in last
     assert "503 Service Unavailable (SlowDown), tried" in last
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in last
