@@ -189,7 +189,7 @@ class RunConfig(Frozen):
     """Bit-exact runs: fixed shapes, settling in ticket order. None: on exactly when max_staleness is 0 or exact, and
     rollout and training use one thread each, unless vLLM samples."""
     store: Address = ".rollflow/store"
-    """Folder, or s3:// URL, that holds runs."""
+    """Folder, or s3:// URL, that holds runs. The command line takes ROLLFLOW_STORE, or store/ below ROLLFLOW_HOME."""
     model: ModelConfig = TinyModel()
     """The policy to start from."""
     envs: tuple[EnvConfig, ...] = (AdditionEnv(),)

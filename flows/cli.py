@@ -297,9 +297,9 @@ def fetch_model(
 
 
 def _store(given: str | None) -> str:
-    from data_contracts.config import RunConfig
+    from infra import settings
 
-    return given or RunConfig().store
+    return given or settings.default_store()
 
 
 def main(entry: Callable[[], object] = app) -> None:

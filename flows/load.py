@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 
 from data_contracts.config import RunConfig
 from data_contracts.errors import ConfigError
+from infra import settings
 
 SHIPPED = Path(__file__).parent / "runs"
 
@@ -72,6 +73,7 @@ def load_run_config(source: str | Path, arguments: Sequence[str] = ()) -> RunCon
         raise ConfigError(f"{path}: not valid TOML: {cause}") from cause
     if isinstance(values.get("algorithm"), str):  # a preset's name; the command line may add fields to it
         values["algorithm"] = {"preset": values["algorithm"]}
+    values.setdefault("store", settings.default_store())
     return _resolve(_Layers, values, arguments, str(path))
 
 

@@ -5,7 +5,6 @@ run that the first try has begun.
 """
 
 import json
-import os
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -14,11 +13,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 
-from data_contracts.config import RunConfig
 from data_contracts.errors import StoreError
 from flows import conduct
 from flows.load import load_run_config
 from flows.post_training import carry
+from infra import settings
 from infra.runs import Run, create_run, find_run, load_run
 from infra.store import open_store
 from tasks.supervise import Supervisor
@@ -54,7 +53,7 @@ def resume(run: str, store: str = "") -> State:
         run: The run's id, the beginning of one, or its URL.
         store: Folder or s3:// URL that holds the run; empty takes ROLLFLOW_STORE, or the usual one.
     """
-    found = find_run(run, store or os.environ.get("ROLLFLOW_STORE") or RunConfig().store)
+    found = find_run(run, store or settings.default_store())
     _rename_flow_run(f"{found.id}-resumed")
     return _go_on(found)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from data_contracts.errors import ConfigError
 
 HOME_VARIABLE = "ROLLFLOW_HOME"
+STORE_VARIABLE = "ROLLFLOW_STORE"
 STORE_VARIABLES = {"ROLLFLOW_STORE_RETRY_S": 60.0, "ROLLFLOW_STORE_TIMEOUT_S": 30.0}
 """How long a request to object storage is tried again, and how long one try may take, in seconds; see open_store."""
 
@@ -61,6 +62,11 @@ DEFAULTS: dict[str, str] = {
 def home() -> Path:
     """Return the absolute folder of this machine's state: ROLLFLOW_HOME, or .rollflow below the working folder."""
     return Path(os.environ.get(HOME_VARIABLE) or ".rollflow").expanduser().absolute()
+
+
+def default_store() -> str:
+    """Return where runs are that name no store: ROLLFLOW_STORE, or store/ below `home()`."""
+    return os.environ.get(STORE_VARIABLE) or str(home() / "store")
 
 
 def make_home(folder: Path | None = None) -> Path:

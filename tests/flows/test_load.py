@@ -29,6 +29,17 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     assert (resolved.steps, resolved.seed, resolved.train.learning_rate) == (30, 2, 1e-3)
 
 
+def test_a_run_that_names_no_store_is_where_the_reading_commands_look(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("ROLLFLOW_STORE", raising=False)
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    assert load_run_config("tiny").store == str(tmp_path / "store")
+    monkeypatch.setenv("ROLLFLOW_STORE", "s3://bucket/runs")
+    assert load_run_config("tiny").store == "s3://bucket/runs"
+    assert load_run_config("tiny", ["--store", "elsewhere"]).store == "elsewhere"
+
+
 def test_a_field_of_another_kind_of_model_is_reached_from_the_command_line() -> None:
     resolved = load_run_config("tiny", ["--model.type", "local", "--model.path", "folder"])
     assert resolved.model == LocalModel(path="folder")
