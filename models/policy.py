@@ -7,6 +7,7 @@ Weights are always named as in the model's state dict; a tied tensor stands once
 """
 
 import json
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,9 @@ Dtype = Literal["float32", "bfloat16"] | torch.dtype
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _CODE_SUFFIXES = (".py", ".md")
 _METADATA_KEY = "rollflow"
+
+# Saving a model imports DeepSpeed where it is installed, which warns once that it has found no accelerator.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 class Policy(NamedTuple):

@@ -1,5 +1,6 @@
 """Deployments on a real Prefect server: what a person does in its user interface, done through its API."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,19 @@ class Api:
         self._client = httpx.Client(base_url=url, timeout=60)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._client.request(method, path, json=body).raise_for_status().json()
+        return self._send(method, path, body).raise_for_status().json()
 
     def deployment(self, name: str) -> str | None:
-        reply = self._client.get(f"/deployments/name/{name}")
+        reply = self._send("GET", f"/deployments/name/{name}")
         return None if reply.status_code == 404 else reply.raise_for_status().json()["id"]
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        for _ in range(20):
+            reply = self._client.request(method, path, json=body)
+            if reply.status_code != 503:
+                return reply
+            time.sleep(1)  # with SQLite the server says so while another request writes; Prefect's clients ask again
+        return reply
 
     def trigger(self, name: str, **parameters: object) -> str:
         body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
