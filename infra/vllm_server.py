@@ -10,7 +10,6 @@ Who waits for whom: `start` waits until the server answers or has died; nobody e
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -23,8 +22,8 @@ import psutil
 
 from data_contracts.errors import ServiceError
 from infra import settings, vllm_launcher
+from infra.processes import HOST, family, free_port, port_trouble
 
-HOST = "127.0.0.1"
 TOKEN_VARIABLE = "ROLLFLOW_VLLM_TOKEN"
 LOG_LINES = 15
 STOP_LIMIT_S = vllm_launcher.PATIENCE_S + 5.0
@@ -85,7 +84,7 @@ class SupervisedServer:
             ServiceError: the port is taken, or the server died or did not answer in time (with its last log lines).
         """
         self.stop()
-        self._port = self._asked_port or _free_port()
+        self._port = self._asked_port or free_port()
         _check_port(self._port)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = [sys.executable, str(Path(vllm_launcher.__file__)), *self._command(self._port)]
@@ -116,12 +115,7 @@ class SupervisedServer:
 
     def family(self) -> list[psutil.Process]:
         """Return every process that carries this server's token: the launcher, the server and what it started."""
-        mine: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):  # gone, or another user's
-                if process.environ().get(TOKEN_VARIABLE) == self._token:
-                    mine.append(process)
-        return mine
+        return family(TOKEN_VARIABLE, {self._token})
 
     def last_lines(self) -> str:
         """Return the end of the server's log."""
@@ -152,19 +146,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
 def _check_port(port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as cause:
-            raise ServiceError(
-                f"vLLM server cannot have port {port} on {HOST} ({cause.strerror}): stop the program that uses it, "
-                "or set rollout.engine.port to another, or to 0 for a free one"
-            ) from cause
+    trouble = port_trouble(port)
+    if trouble:
+        raise ServiceError(
+            f"vLLM server cannot have port {port} on {HOST} ({trouble}): stop the program that uses it, "
+            "or set rollout.engine.port to another, or to 0 for a free one"
+        )

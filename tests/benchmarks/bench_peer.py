@@ -24,13 +24,13 @@ import numpy as np
 
 from data_contracts.records import Commit
 from infra.log import Log
+from infra.processes import free_port
 from infra.runs import Run, load_run
 from models.policy import build_policy, save_policy
 from tasks.envs.registry import build_envs
 from tasks.model_files import read_model_files
 from tasks.weights import PolicyReader
 from tests.benchmarks.peer_accuracy import accuracy
-from tests.servers.ports import free_port
 
 GOAL = 0.85
 SKIPPED = 3

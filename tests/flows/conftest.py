@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from infra import services, settings
+from infra.processes import free_port
 from infra.services import Services
-from tests.infra.conftest import free_port
 
 PATIENCE_S = 600.0
 

@@ -10,12 +10,12 @@ import pytest
 from data_contracts.records import Commit, Heartbeat, Raw
 from infra.heartbeats import read_heartbeats
 from infra.log import Log
+from infra.processes import free_port
 from infra.runs import Run, create_run, load_run
 from tasks.ledger import Ledger
 from tasks.supervise import Supervisor
 from tests.flows.conftest import Deck, wait_until
 from tests.harness import tiny_config
-from tests.infra.conftest import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.processes import free_port
 from tests.servers import postgres
-from tests.servers.ports import free_port
 from tests.servers.postgres import PASSWORD, Postgres
 
 pytestmark = pytest.mark.slow

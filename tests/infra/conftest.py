@@ -15,9 +15,9 @@ import pytest
 
 from data_contracts.records import BatchRef, Commit, Consumed, GroupRef, ObjectRef, PolicyRef
 from infra import settings
+from infra.processes import free_port
 from infra.services import Services, down, up
 from infra.store import Store, open_store
-from tests.servers.ports import free_port
 from tests.servers.s3 import S3Server, use_server
 
 

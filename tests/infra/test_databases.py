@@ -6,7 +6,8 @@ import pytest
 
 from data_contracts.errors import ConfigError, ServiceError
 from infra.databases import VARIABLES, database_url, described, without_secrets
-from infra.services import Server, _check_database
+from infra.server_processes import Server
+from infra.services import _check_database
 
 URL = "postgresql://user:pa%40ss@db.example:5433/prefect?sslmode=require"
 

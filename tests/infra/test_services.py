@@ -14,14 +14,15 @@ import pytest
 from data_contracts.errors import ServiceError
 from infra import services, settings
 from infra.locks import locked
-from tests.servers.ports import free_port
+from infra.processes import free_port
+from infra.server_processes import TOKEN_VARIABLE, Server
 
 
-def recorded(home: Path) -> dict[str, services.Server]:
-    return {entry["name"]: services.Server(**entry) for entry in json.loads((home / "services.json").read_text())}
+def recorded(home: Path) -> dict[str, Server]:
+    return {entry["name"]: Server(**entry) for entry in json.loads((home / "services.json").read_text())}
 
 
-def record(home: Path, *servers: services.Server) -> None:
+def record(home: Path, *servers: Server) -> None:
     settings.make_home(home)
     (home / "services.json").write_text(json.dumps([asdict(server) for server in servers]))
 
@@ -30,7 +31,7 @@ def carriers_of(token: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(services.TOKEN_VARIABLE) == token:
+            if process.environ().get(TOKEN_VARIABLE) == token:
                 found.append(process.pid)
         except (psutil.Error, OSError):
             continue
@@ -107,7 +108,7 @@ def test_a_busy_port_names_the_port_and_the_option(tmp_path: Path):
 
 
 def test_a_reused_pid_is_neither_taken_for_ours_nor_stopped(tmp_path: Path, stranger: psutil.Process):
-    ours = services.Server("mlflow", stranger.pid, stranger.create_time() - 5.0, 1, "a token nobody has", "log")
+    ours = Server("mlflow", stranger.pid, stranger.create_time() - 5.0, 1, "a token nobody has", "log")
     record(tmp_path, ours)
     assert [status.state for status in services.status(tmp_path)] == ["stopped", "stopped"]
     assert services.find(tmp_path) is None
@@ -125,14 +126,14 @@ def test_down_stops_what_is_ours_with_its_descendants_even_if_it_ignores_the_req
     token = "token-of-this-test"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, services.TOKEN_VARIABLE: token},
+        env={**os.environ, TOKEN_VARIABLE: token},
         start_new_session=True,
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
     process.stdout.readline()
     started = psutil.Process(process.pid).create_time()
-    record(tmp_path, services.Server("prefect", process.pid, started, 1, token, "log"))
+    record(tmp_path, Server("prefect", process.pid, started, 1, token, "log"))
     assert len(carriers_of(token)) == 2
 
     assert services.down(tmp_path, patience_s=0.5) == ["prefect"]
@@ -146,9 +147,9 @@ def test_down_stops_what_is_ours_with_its_descendants_even_if_it_ignores_the_req
 def test_what_a_killed_up_had_started_is_found_by_its_token(tmp_path: Path):
     token = "token-of-a-killed-up"
     process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, services.TOKEN_VARIABLE: token}
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, TOKEN_VARIABLE: token}
     )
-    record(tmp_path, services.Server("mlflow", 0, 0.0, 1, token, "log"))
+    record(tmp_path, Server("mlflow", 0, 0.0, 1, token, "log"))
     assert carriers_of(token) == [process.pid]
     services.down(tmp_path)
     assert carriers_of(token) == []
@@ -200,6 +201,6 @@ def test_a_database_of_another_mlflow_is_copied_and_upgraded(tmp_path: Path, ser
 
 
 def test_a_planned_server_is_not_alive():
-    plan = services.Server("mlflow", 0, 0.0, 1, "token", "log")
+    plan = Server("mlflow", 0, 0.0, 1, "token", "log")
     assert not services.is_healthy(plan)
     assert not services.is_healthy(replace(plan, pid=os.getpid()))

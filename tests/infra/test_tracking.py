@@ -27,6 +27,8 @@ from data_contracts.records import Audit, Commit, Control, Curated, Evaluation, 
 from infra import services
 from infra.export_loop import export_loop
 from infra.log import Log
+from infra.processes import family as family_of
+from infra.server_processes import TOKEN_VARIABLE
 from infra.store import Store, open_store
 from infra.tracking import Exporter
 
@@ -556,7 +558,7 @@ def test_a_server_that_was_down_and_came_back_older_is_caught_up_with(servers, s
 def stop_mlflow(home: Path) -> None:
     """Kill the server, and the worker that would answer on."""
     server = services._read_state(home)["mlflow"]
-    family = services._family([server])
+    family = family_of(TOKEN_VARIABLE, {server.token})
     os.killpg(server.pid, signal.SIGKILL)
     psutil.wait_procs(family, timeout=10)
 

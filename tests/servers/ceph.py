@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from infra.processes import free_port
 from tests.servers import debian
-from tests.servers.ports import free_port
 
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd", "ceph-common")
 ACCESS_KEY, SECRET_KEY = "ROLLFLOWTESTKEY", "rollflow-test-secret"

@@ -7,7 +7,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-from tests.servers.ports import free_port
+from infra.processes import free_port
 
 
 @contextlib.contextmanager

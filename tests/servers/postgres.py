@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.processes import free_port
 from tests.servers import debian
-from tests.servers.ports import free_port
 
 PACKAGES = ("postgresql-15", "postgresql-client-15")
 USER, PASSWORD = "rollflow", "a-secret-of-the-database"
