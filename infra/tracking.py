@@ -1,4 +1,5 @@
-"""The exporter: follows the records of a run into one MLflow run, at its own pace. Only this file imports MLflow.
+"""The exporter: follows the records of a run into one MLflow run, at its own pace. Only this file and
+infra/tracking_registry.py import MLflow.
 
 The records are the truth and MLflow is a view of it, which may be slow, down, or restored from yesterday. The
 exporter therefore remembers nothing: at every pass it asks MLflow what it holds and adds what is missing.
@@ -20,7 +21,6 @@ Nobody waits for the exporter but the end of the run, for `tracking.drain_s`.
 import contextlib
 import json
 import logging
-import math
 import os
 import subprocess
 import time
@@ -44,8 +44,6 @@ from mlflow.entities import (  # noqa: E402, TID251
     Dataset,
     DatasetInput,
     InputTag,
-    LoggedModel,
-    LoggedModelStatus,
     Metric,
     Param,
     Run,
@@ -55,14 +53,14 @@ from mlflow.entities.model_registry import ModelVersion  # noqa: E402, TID251
 from mlflow.exceptions import MlflowException  # noqa: E402, TID251
 from requests.exceptions import RequestException  # noqa: E402
 
+from infra.tracking_registry import ModelRegistry  # noqa: E402
+
 logger = logging.getLogger("rollflow.export")
 
 MAX_METRICS_PER_CALL = 1000
 MAX_NAMES_PER_CALL = 100
 COMMITS_AT_ONCE = 200
 STATUSES = {"running": "RUNNING", "ended": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
-CHAMPION, CANDIDATE = "champion", "candidate"
-
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -109,12 +107,11 @@ class Exporter:
         self._control = Cached(Log(store, "log/control", Control))
         self._evaluations = Cached(Log(store, "log/eval", Evaluation))
         self._audits = Cached(Log(store, "log/audit", Audit))
-        self._model_name = history.model_name(config)
+        self._registry = ModelRegistry(self._client, config, run_id, store.url)
         self._params = history.flatten(config)
         self._tags = _run_tags(store.url, run_id, packages or {}, flow_run_id, flow_run_url) | dict(tags or {})
         self._experiment = ""
         self._mlflow_run_id: str | None = None
-        self._versions: dict[int, ModelVersion] | None = None
 
     @property
     def run_url(self) -> str:
@@ -131,7 +128,7 @@ class Exporter:
         """
         # Read first: whatever was committed before the run ended is then among what follows.
         state = history.run_state(self._control.read())
-        self._versions = None
+        self._registry.forget()
         with _as_service_error(self.uri):
             run = self._find_run() or self._create_run()
             self._describe(run)
@@ -245,90 +242,14 @@ class Exporter:
         first = max(0, (version - 1) // every * every + 1)
         return first, f"lineage/{first:010d}.json"
 
+    def _register(self, run: Run, commit: Commit) -> ModelVersion:
+        return self._registry.register(run, commit, self._lineage_path(commit.version)[1])
+
     def _log_lineage(self, run: Run, version: int) -> None:
         """Write the file that says what the versions up to `version`, since the last milestone, were trained on."""
         first, path = self._lineage_path(version)
         commits = self._commits.read_from(first, limit=version - first + 1)
         self._client.log_text(run.info.run_id, json.dumps(history.lineage(commits), indent=1), path)
-
-    # Registered versions
-
-    def _register(self, run: Run, commit: Commit) -> ModelVersion:
-        """Return the registered version of a commit, registering it if need be; the newest is the candidate."""
-        if commit.version not in self._registered():
-            self._register_new(run, commit)
-        registered = self._registered()
-        if commit.version == max(registered):
-            self._client.set_registered_model_alias(
-                self._model_name, CANDIDATE, str(registered[commit.version].version)
-            )
-        return registered[commit.version]
-
-    def _register_new(self, run: Run, commit: Commit) -> None:
-        self._ensure_registered_model()
-        model = self._external_model(run, commit)
-        self._client.create_model_version(
-            self._model_name,
-            source=f"models:/{model.model_id}",
-            run_id=run.info.run_id,
-            model_id=model.model_id,
-            await_creation_for=0,
-            tags=history.version_tags(commit, self._run_id, self._store.url, self._lineage_path(commit.version)[1]),
-            description=f"policy version {commit.version} of run {self._run_id}, digest {commit.weights.digest}",
-        )
-        self._versions = None
-
-    def _registered(self) -> dict[int, ModelVersion]:
-        """Return what MLflow has of this run, by policy version; of doubles the first, deleting the others."""
-        if self._versions is not None:
-            return self._versions
-        wanted = f"name = '{self._model_name}' and tags.`rollflow.run_id` = '{self._run_id}'"
-        found = self._client.search_model_versions(wanted, max_results=10_000)
-        self._versions = {}
-        # A version without its tags is being deleted by another exporter at this moment.
-        whole = [version for version in found if "rollflow.version" in version.tags]
-        for version in sorted(whole, key=lambda version: int(version.version)):
-            kept = self._versions.setdefault(int(version.tags["rollflow.version"]), version)
-            if kept is not version:
-                self._client.delete_model_version(self._model_name, str(version.version))
-        return self._versions
-
-    def _ensure_registered_model(self) -> None:
-        try:
-            self._client.create_registered_model(self._model_name, tags={"rollflow.name": self._config.name})
-        except MlflowException as cause:
-            if cause.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-
-    def _external_model(self, run: Run, commit: Commit) -> LoggedModel:
-        """Return MLflow's entry for a model whose weights lie elsewhere; its server takes no other local source."""
-        name = f"policy-v{commit.version}"
-        model = self._only_model(run, name)
-        if model is None:
-            made = self._client.create_logged_model(
-                run.info.experiment_id,
-                name=name,
-                source_run_id=run.info.run_id,
-                tags={"mlflow.model.isExternal": "true", "rollflow.run_id": self._run_id},
-                params={
-                    "uri": f"{self._store.url}/{history.weights_folder(commit)}",
-                    "version": str(commit.version),
-                    "digest": commit.weights.digest,
-                },
-            )
-            model = self._only_model(run, name) or made
-        if model.status != LoggedModelStatus.READY:
-            model = self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-        return model
-
-    def _only_model(self, run: Run, name: str) -> LoggedModel | None:
-        """Return the entry of that name; of several the one made first, deleting the others."""
-        wanted = f"name = '{name}' AND source_run_id = '{run.info.run_id}'"
-        found = self._client.search_logged_models([run.info.experiment_id], wanted)
-        found = sorted(found, key=lambda model: (model.creation_timestamp, model.model_id))
-        for double in found[1:]:
-            self._client.delete_logged_model(double.model_id)
-        return found[0] if found else None
 
     # Evaluations
 
@@ -355,10 +276,10 @@ class Exporter:
                 f"whose commit says {commit.weights.digest}"
             )
         for key, value in sorted(evaluation.metrics.items()):
-            self._client.set_model_version_tag(self._model_name, version.version, history.safe_key(key), repr(value))
+            self._registry.tag(version, history.safe_key(key), repr(value))
         decisive = history.headline(evaluation)
         if decisive is not None:
-            self._crown(version, *decisive)
+            self._registry.crown(version, *decisive)
         return version.source.removeprefix("models:/") if version.source else None
 
     # Data quality
@@ -379,16 +300,6 @@ class Exporter:
         if audits[first:]:
             self._client.set_tag(run.info.run_id, "rollflow.data_quality", history.audit_summary(audits))
         return max(0, len(audits) - first)
-
-    def _crown(self, version: ModelVersion, key: str, value: float) -> None:
-        """Make `version` the champion if it is strictly better than the one there is."""
-        if not math.isfinite(value):
-            return
-        crowned = self._client.get_registered_model(self._model_name).aliases.get(CHAMPION)
-        champion = self._client.get_model_version(self._model_name, str(crowned)) if crowned else None
-        best = float(champion.tags.get(key, "-inf")) if champion else -math.inf
-        if value > best:
-            self._client.set_registered_model_alias(self._model_name, CHAMPION, str(version.version))
 
     # The end
 
