@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,7 +32,7 @@ def run(s3_url: str) -> Run:
     """A run that starts no rollout process of its own."""
     config = tiny_config(
         s3_url,
-        steps=12,
+        steps=100,
         rollout={"workers": 0, "claim_block": 2, "sampling": {"max_new_tokens": 11}},
         staleness={"max_staleness": 2, "lease_s": 6.0},
         train={"full_weights_every": 5},
@@ -73,6 +74,15 @@ def wait_for(what: Callable[[], bool], limit_s: float = 600.0) -> None:
         time.sleep(0.1)
 
 
+@contextlib.contextmanager
+def held(process: BaseProcess) -> Iterator[None]:
+    """Have a process stand still."""
+    assert process.pid
+    os.kill(process.pid, signal.SIGSTOP)
+    yield
+    os.kill(process.pid, signal.SIGCONT)
+
+
 def claims_of(run: Run) -> list[Claim]:
     return Log(run.store, "log/claim", Claim).read_from(0)
 
@@ -85,12 +95,16 @@ def test_two_join_one_dies_one_leaves_in_order_and_every_ticket_counts_once(
     run: Run, join, processes, s3_server: S3Server, tmp_path: Path
 ) -> None:
     started = processes.start_all(run, REST, **s3_server.environment)
-    first, second = join("first"), join("second")
+    with held(started[REST.index("train")]):  # or the run might be over before all have joined it
+        first, second = join("first"), join("second")
+        wait_for(lambda: len(read_heartbeats(run.store, "rollout")) == 2)
     wait_for(lambda: len(claimers(run)) == 2)
     assert Supervisor(run.store).bury_the_dead() == [], "a site's process ids mean nothing here"
     os.kill(first.pid, signal.SIGKILL)  # with everything inside
     assert first.wait() == -signal.SIGKILL
-    third = join("third")
+    with held(started[REST.index("train")]):
+        third = join("third")
+        wait_for(lambda: len(read_heartbeats(run.store, "rollout")) == 3)
     wait_for(lambda: len(claimers(run)) == 3)
     walled.ask_to_leave(tmp_path / "second")
     assert second.wait(timeout=300) == 0
