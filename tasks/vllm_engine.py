@@ -1,9 +1,9 @@
 """Generation by a vLLM server, behind what the rollout role asks of any engine.
 
-The role's thread submits and steps; one thread for each request in flight reads what the server streams and puts it
-into a queue. New weights go in while the server is paused: it holds all sequences where they are, loads, says the
-digest of what it then computes with, and goes on. Prompts are salted with the version, so none ever goes on from what
-another version has computed, also where the prefix cache cannot be emptied because sequences are in flight.
+What is in flight is in tasks/vllm_streams.py. New weights go in while the server is paused: it holds all sequences
+where they are, loads, says the digest of what it then computes with, and goes on. Prompts are salted with the version,
+so none ever goes on from what another version has computed, also where the prefix cache cannot be emptied because
+sequences are in flight.
 
 A server that dies is started again, and one that was away is waited for. It gets the weights first; then everything
 that was in flight is asked for once more. The same happens when a response names weights that are not ours.
@@ -11,16 +11,10 @@ that was in flight is asked for once more. The same happens when a response name
 step   waits for: a piece of a response, at most STEP_S.   unblocked by: the server.
 """
 
-import contextlib
-import json
-import queue
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -36,40 +30,11 @@ from models.policy import Policy, end_ids
 from models.requests import Finished, Request, check_request
 from tasks.full_weights import WeightsFinder
 from tasks.role import Role
+from tasks.vllm_streams import Sample, Streams
 
 STEP_S = 0.1
 WATCH_S = 2.0
 RETRY_S = 1.0
-
-
-@dataclass
-class _Sample:
-    """A response on its way."""
-
-    request: Request
-    submitted_at: float
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Stream:
-    """A request to the server and the thread that reads it."""
-
-    generation: int
-    keys: tuple[Hashable, ...]
-    salt: str
-    is_dropped: bool = False
-    """Nobody wants it any more: its thread hangs up, and the server then lets it go."""
-
-
-@dataclass(frozen=True)
-class _News:
-    """What a reading thread has to say about its request."""
-
-    stream: _Stream
-    piece: Piece | None = None
-    error: Exception | None = None
 
 
 class VllmEngine:
@@ -99,10 +64,7 @@ class VllmEngine:
         self._version = self._held = -1
         self._digests: dict[int, str] = {}
         self._pending: list[Request] = []
-        self._samples: dict[Hashable, _Sample] = {}
-        self._streams: dict[Hashable, _Stream] = {}
-        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
-        self._generation = 0
+        self._streams = Streams(config.slots, self._sampling)
         self._losses = 0
         self._num_tokens = 0
         self._watched_at = time.monotonic()
@@ -138,7 +100,7 @@ class VllmEngine:
     @property
     def num_in_flight(self) -> int:
         """Sequences that the server has."""
-        return len(self._samples)
+        return len(self._streams.samples)
 
     @property
     def num_queued(self) -> int:
@@ -163,7 +125,7 @@ class VllmEngine:
 
     def progress(self) -> Mapping[Hashable, int]:
         """Return the number of tokens received so far for each sequence in flight."""
-        return {key: len(sample.token_ids) for key, sample in self._samples.items()}
+        return {key: len(sample.token_ids) for key, sample in self._streams.samples.items()}
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next step.
@@ -184,13 +146,12 @@ class VllmEngine:
         self._hand_over()
         finished: list[Finished] = []
         try:
-            news: _News | None = self._news.get(timeout=STEP_S)
-        except queue.Empty:
-            news = None
-        try:
-            while news is not None:
-                finished += self._hear(news)
-                news = None if self._news.empty() else self._news.get()
+            for sample, piece in self._streams.hear(STEP_S):
+                self._silent_s = 0.0
+                self._num_tokens += len(piece.token_ids)
+                if piece.finish_reason:
+                    finished.append(self._finish(sample, piece))
+                    self._streams.end(sample)
             self._watch()
         except ServiceError as cause:
             self._recover(cause)
@@ -216,11 +177,9 @@ class VllmEngine:
     def abort(self, keys: Iterable[Hashable]) -> list[Finished]:
         """Take requests out and return what has come of them; of its tokens nobody knows which version sampled them."""
         wanted = set(keys)
-        taken = [_Sample(request, 0.0) for request in self._pending if request.key in wanted]
-        taken += [self._samples.pop(key) for key in wanted & self._samples.keys()]
+        taken = [Sample(request, 0.0) for request in self._pending if request.key in wanted]
+        taken += self._streams.drop(wanted)
         self._pending = [request for request in self._pending if request.key not in wanted]
-        for stream in {self._streams.pop(key) for key in wanted & self._streams.keys()}:
-            stream.is_dropped = not self._samples.keys() & set(stream.keys)
         return [
             Finished(
                 request=sample.request,
@@ -237,7 +196,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Break off what is in flight, stop the server that was started, and remove the files it was given."""
-        self._generation += 1
+        self._streams.forget()
         if self._client is not None:
             self._client.close()
         if self._server is not None:
@@ -284,70 +243,24 @@ class VllmEngine:
     # Requests
 
     def _hand_over(self) -> None:
-        """Send what is queued: requests for one prompt whose seeds follow each other are one request to the server."""
+        """Send what is queued."""
         pending, self._pending = self._pending, []
-        runs = groupby(enumerate(pending), lambda at: (at[1].prompt_key, at[1].seed - at[0], _distribution(at[1])))
-        now = time.time()
-        for _, run in runs:
-            requests = [request for _, request in run]
-            self._samples |= {request.key: _Sample(request, now) for request in requests}
-            for first in range(0, len(requests), self._config.slots):  # vLLM refuses more at once
-                part = requests[first : first + self._config.slots]
-                stream = _Stream(self._generation, tuple(request.key for request in part), self._label(self._version))
-                self._streams |= dict.fromkeys(stream.keys, stream)
-                threading.Thread(target=self._read, args=(self._api, stream, part[0]), daemon=True).start()
-        if pending and len(self._samples) == len(pending):
+        if pending and not self._streams.samples:
             self._silent_s = 0.0
+        self._streams.send(self._api, pending, self._label(self._version))
 
-    def _read(self, client: VllmClient, stream: _Stream, first: Request) -> None:
-        """Read one request's stream into the queue; runs in a thread of its own."""
-        sampling = Sampling(
-            seed=first.seed,
-            max_tokens=min(first.max_new_tokens, self._max_length - len(first.prompt_ids)),
-            temperature=first.temperature,
-            top_p=first.top_p,
-            top_k=first.top_k,
-            stop_ids=tuple(sorted({*self._end_ids, *first.stop_ids})),
+    def _sampling(self, request: Request) -> Sampling:
+        return Sampling(
+            seed=request.seed,
+            max_tokens=min(request.max_new_tokens, self._max_length - len(request.prompt_ids)),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop_ids=tuple(sorted({*self._end_ids, *request.stop_ids})),
             stop_texts=self._stop_texts,
         )
-        try:
-            with contextlib.closing(
-                client.generate(first.prompt_ids, len(stream.keys), sampling, stream.salt)
-            ) as pieces:
-                for piece in pieces:
-                    if stream.is_dropped:
-                        return
-                    self._news.put(_News(stream, piece))
-            self._news.put(_News(stream))
-        except (ServiceError, EngineError) as cause:
-            self._news.put(_News(stream, error=cause))
 
-    def _hear(self, news: _News) -> list[Finished]:
-        """Take in a piece of a response; return the response when it is the last one."""
-        stream = news.stream
-        if stream.generation != self._generation or stream.is_dropped:  # asked for again, or not wanted any more
-            return []
-        if news.error is not None:
-            raise news.error
-        self._silent_s = 0.0
-        if news.piece is None:
-            if any(key in self._samples for key in stream.keys):
-                raise ServiceError("vLLM server ended a stream before its last response")
-            return []
-        key = stream.keys[news.piece.index]
-        sample = self._samples.get(key)
-        if sample is None:  # aborted, its stream goes on for others
-            return []
-        sample.token_ids += news.piece.token_ids
-        sample.logprobs += news.piece.logprobs
-        self._num_tokens += len(news.piece.token_ids)
-        if not news.piece.finish_reason:
-            return []
-        finished = self._finish(sample, news.piece)
-        del self._samples[key], self._streams[key]
-        return [finished]
-
-    def _finish(self, sample: _Sample, last: Piece) -> Finished:
+    def _finish(self, sample: Sample, last: Piece) -> Finished:
         if last.finish_reason not in ("stop", "length"):
             raise ServiceError(f"vLLM server ended a response with {last.finish_reason!r}")
         logprobs = np.asarray(sample.logprobs, np.float32)
@@ -391,7 +304,7 @@ class VllmEngine:
         self._watched_at = now
         if self._server is not None and not self._server.is_alive():
             raise ServiceError("vLLM server ended")
-        if self._samples and self._silent_s > self._config.stall_limit_s:
+        if self._streams.samples and self._silent_s > self._config.stall_limit_s:
             raise ServiceError(f"vLLM server has sampled nothing for {self._silent_s:.0f} s")
 
     def _recover(self, cause: ServiceError) -> None:
@@ -402,11 +315,7 @@ class VllmEngine:
                 lines = f"; its last lines:\n{self._server.last_lines()}" if self._server else ""
                 raise ServiceError(f"vLLM server was lost {self._losses} times: {cause}{lines}") from cause
             self._role.progressed(f"vLLM server lost ({cause}): getting another")
-            self._generation += 1
-            lost = [sample.request for sample in self._samples.values()]
-            self._samples.clear()
-            self._streams.clear()
-            self._pending = lost + self._pending
+            self._pending = self._streams.forget() + self._pending
             self._api.close()
             self._held = -1
             try:
@@ -447,8 +356,3 @@ class VllmEngine:
                     f"rollout.engine.url {url}: no server answers there; start it or correct the address"
                 )
             time.sleep(RETRY_S)
-
-
-def _distribution(request: Request) -> str:
-    values = (request.max_new_tokens, request.temperature, request.top_p, request.top_k, sorted(request.stop_ids))
-    return json.dumps(values)
