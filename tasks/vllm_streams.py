@@ -149,13 +149,13 @@ class Streams:
         if news.error is not None:
             raise news.error
         if news.piece is None:
-            if any(key in self._samples for key in stream.keys):
+            if any(self._streams.get(key) is stream for key in stream.keys):
                 raise ServiceError("vLLM server ended a stream before its last response")
             return None
         key = stream.keys[news.piece.index]
-        sample = self._samples.get(key)
-        if sample is None:  # dropped, its stream goes on for others
+        if self._streams.get(key) is not stream:  # dropped, its stream goes on for others
             return None
+        sample = self._samples[key]
         sample.token_ids += news.piece.token_ids
         sample.logprobs += news.piece.logprobs
         return sample, news.piece

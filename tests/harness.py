@@ -1,8 +1,11 @@
 """A tiny run in real processes that can be killed, for tests of several folders."""
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -66,6 +69,15 @@ def _play(name: str, run_url: str, environment: dict[str, str], output: str = ""
     except Exception as error:
         announce_failure(name, run_url, error)
         raise
+
+
+@contextlib.contextmanager
+def held(process: BaseProcess) -> Iterator[None]:
+    """Have a process stand still."""
+    assert process.pid
+    os.kill(process.pid, signal.SIGSTOP)
+    yield
+    os.kill(process.pid, signal.SIGCONT)
 
 
 class Processes:

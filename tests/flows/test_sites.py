@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from infra.log import Log
 from infra.runs import Run, create_run, load_run
 from tasks.ledger import Ledger
 from tasks.supervise import Supervisor
-from tests.harness import tiny_config
+from tests.harness import held, tiny_config
 from tests.servers import walled
 from tests.servers.s3 import S3Server
 
@@ -72,15 +71,6 @@ def wait_for(what: Callable[[], bool], limit_s: float = 600.0) -> None:
     while not what():
         assert time.monotonic() < give_up
         time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def held(process: BaseProcess) -> Iterator[None]:
-    """Have a process stand still."""
-    assert process.pid
-    os.kill(process.pid, signal.SIGSTOP)
-    yield
-    os.kill(process.pid, signal.SIGCONT)
 
 
 def claims_of(run: Run) -> list[Claim]:

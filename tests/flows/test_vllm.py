@@ -29,7 +29,7 @@ from tasks.model_files import read_model_files
 from tasks.role import Role
 from tasks.vllm_engine import VllmEngine
 from tasks.weights import PolicyReader, Weights, publish_delta, publish_full
-from tests.harness import tiny_config
+from tests.harness import ROLES, held, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def test_a_run_trains_through_vllm_and_bears_the_loss_of_its_server(make_run, pr
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     engine = {**ENGINE, "max_length": 16}
     changes = {"model": MODEL, "rollout": {"engine": engine}, "staleness": {"max_staleness": 1, "lease_s": 60.0}}
-    run = make_run(**changes, train={"full_weights_every": 3})
+    run = make_run(**changes, steps=20, train={"full_weights_every": 3})
     commits = Log(run.store, "log/commit", Commit)
     roles = processes.start_all(run, ROLLFLOW_HOME=str(tmp_path / "home"))
     until = time.monotonic() + 900
@@ -235,16 +235,17 @@ def test_a_run_trains_through_vllm_and_bears_the_loss_of_its_server(make_run, pr
         assert time.monotonic() < until
         assert all(role.exitcode in (None, 0) for role in roles)
         time.sleep(0.1)
-    ours = [
-        p
-        for p in psutil.process_iter()
-        if f"{tmp_path}" in " ".join(_command(p)) and "api_server" in " ".join(_command(p))
-    ]
-    assert ours
-    for found in ours:
-        os.kill(found.pid, signal.SIGKILL)
+    with held(roles[ROLES.index("train")]):  # or the run might be over before the kill
+        ours = [
+            p
+            for p in psutil.process_iter()
+            if f"{tmp_path}" in " ".join(_command(p)) and "api_server" in " ".join(_command(p))
+        ]
+        assert ours
+        for found in ours:
+            os.kill(found.pid, signal.SIGKILL)
     processes.join(roles, limit_s=900)
-    assert [commit.status for commit in commits.read_from(1)] == ["trained"] * 6
+    assert [commit.status for commit in commits.read_from(1)] == ["trained"] * 20
     known = [
         commit.metrics["policy/mismatch_k3"]
         for commit in commits.read_from(1)

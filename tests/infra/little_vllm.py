@@ -118,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             self.wfile.flush()
             time.sleep(0.001)
+        if self.little.hold_at == sampling["max_tokens"]:
+            self.little.hold.wait()
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _say(self, code: int, body: Any) -> None:

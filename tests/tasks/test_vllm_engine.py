@@ -1,5 +1,6 @@
 """The vLLM engine against a small real server: what it asks for, and what it does when the server is lost."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -180,6 +181,27 @@ def test_groups_that_nobody_wants_are_hung_up_on_and_the_others_go_on(setup):
     assert (engine.num_in_flight, engine.num_queued) == (2, 0)
     setup.server.hold.set()
     assert {result.key for result in run(engine)} == {((3, 4), 0), ((3, 4), 1)}
+
+
+def test_a_key_may_come_again_before_the_stream_of_its_first_request_has_ended(setup):
+    engine = setup.engine()
+    engine.take(0)
+    setup.server.hold_at = 4  # all tokens are there, the end of the stream is not
+    for request in requests(2):
+        engine.submit(request)
+    assert len(run(engine)) == 2
+    late_end, setup.server.hold = setup.server.hold, threading.Event()
+    setup.server.hold_at = 2
+    for request in requests(2):
+        engine.submit(request)
+    run(engine, until=lambda: list(engine.progress().values()) == [2] * 2)
+    late_end.set()
+    for _ in range(5):
+        assert not engine.step()
+    assert list(engine.progress().values()) == [2] * 2
+    setup.server.hold.set()
+    assert [result.response_ids.tolist() for result in run(engine)] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert setup.server.calls.count("/collective_rpc") == 1, "the server was not taken for lost"
 
 
 def test_prompts_of_different_versions_share_nothing(setup):
