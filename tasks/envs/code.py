@@ -11,13 +11,14 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from data_contracts.config import CodeEnv
 from data_contracts.errors import ConfigError, ServiceError
 from infra.sandbox import Limits, Ran, Sandbox
-from tasks.envs.problems import Problems, guided
-from tasks.envs.protocol import Env, Prompt, Score
+from tasks.envs.problems import ProblemEnv
+from tasks.envs.protocol import Prompt, Score
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -35,7 +36,7 @@ out.flush()
 """
 
 
-class Code(Env):
+class Code(ProblemEnv):
     """Problems of a file, with a reward for the tests that the program passes."""
 
     def __init__(self, config: CodeEnv) -> None:
@@ -45,8 +46,8 @@ class Code(Env):
             ConfigError: the file is not usable, or this machine cannot shut programs in as asked.
         """
         self._config = config
-        self._problems = Problems(config, ("tests", "solution"))
-        for problem in (*self._problems.trained, *self._problems.held_out):
+        super().__init__(config, config.name or config.type, ("tests", "solution"))
+        for problem in (*self.problems.trained, *self.problems.held_out):
             check_tests(problem["tests"], config.path)
         self._wall_s = 2 * config.time_s + 1
         limits = Limits(
@@ -57,18 +58,11 @@ class Code(Env):
             output_bytes=config.output_kb << 10,
         )
         self._sandbox = Sandbox(config.sandbox, limits)
-        self.name = config.name or config.type
         self.verifier = f"code.{config.sandbox}.python{sys.version_info.major}.{sys.version_info.minor}@1"
-        self.num_prompts = len(self._problems.trained)
-        self.num_eval_prompts = len(self._problems.held_out)
 
-    def prompt(self, index: int) -> Prompt:
-        """Return training prompt `index`."""
-        return self._make(self.prompt_id(index), self._problems.trained[index])
-
-    def eval_prompt(self, index: int) -> Prompt:
-        """Return held-out prompt `index`."""
-        return self._make(self.eval_prompt_id(index), self._problems.held_out[index])
+    def gold(self, problem: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Return the solution, and the tests it passes."""
+        return str(problem["solution"]), {"tests": problem["tests"]}
 
     def score(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> Score:
         """Run the program against the tests, until the first that fails unless failing some is worth something.
@@ -118,11 +112,6 @@ class Code(Env):
         ran = self._sandbox.run({"program.py": _CALLER, "solution.py": program, "job.json": job}, wall_s=wall_s)
         answer = ran.stdout.rpartition(mark)[2]
         return ran.ending == "exited" and ran.code == 0 and _same_value(answer, test["expect"]), ran
-
-    def _make(self, prompt_id: str, problem: dict[str, Any]) -> Prompt:
-        question = self._config.instruction + str(problem[self._config.question])
-        hinted = guided(problem, question, self._config)
-        return Prompt(prompt_id, question, str(problem["solution"]), {"tests": problem["tests"]}, hinted)
 
 
 def extract(response_text: str) -> str:

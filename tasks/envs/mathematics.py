@@ -6,13 +6,15 @@ An answer that cannot be parsed is a wrong one, and is counted by the component 
 import importlib.metadata
 import logging
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from math_verify import parse, verify
 
 from data_contracts.config import MathEnv
-from tasks.envs.problems import Problems, guided
-from tasks.envs.protocol import Env, Prompt, Score
+from tasks.envs.problems import ProblemEnv
+from tasks.envs.protocol import Prompt, Score
 
 # The package's own time limits are alarms, which would switch off that of the process that verifies (tasks/verify.py
 # kills it when it hangs); without them it warns at every call.
@@ -22,7 +24,7 @@ _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _PLAIN = re.compile(r"[-+]?\d+(\.\d+|/0*[1-9]\d*)?")
 
 
-class Mathematics(Env):
+class Mathematics(ProblemEnv):
     """Problems of a file, with a reward of 1 for a right answer in the right form."""
 
     needs_timeout = True  # sympy can think for ever
@@ -34,19 +36,15 @@ class Mathematics(Env):
             ConfigError: the file is not usable.
         """
         self._config = config
-        self._problems = Problems(config, (config.answer,))
-        self.name = config.name or config.type
+        super().__init__(config, config.name or config.type, (config.answer,))
         self.verifier = f"math_verify@{importlib.metadata.version('math-verify')}"
-        self.num_prompts = len(self._problems.trained)
-        self.num_eval_prompts = len(self._problems.held_out)
 
-    def prompt(self, index: int) -> Prompt:
-        """Return training prompt `index`."""
-        return self._make(self.prompt_id(index), self._problems.trained[index])
-
-    def eval_prompt(self, index: int) -> Prompt:
-        """Return held-out prompt `index`."""
-        return self._make(self.eval_prompt_id(index), self._problems.held_out[index])
+    def gold(self, problem: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Return the answer, without the working before `answer_after`."""
+        answer = str(problem[self._config.answer])
+        if self._config.answer_after:
+            answer = answer.rpartition(self._config.answer_after)[2]
+        return answer.strip(), {}
 
     def score(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> Score:
         """Compare the response's answer, what stands in its last box or else its last expression, with the gold one.
@@ -77,13 +75,6 @@ class Mathematics(Env):
     def gold_response(self, prompt: Prompt) -> str:
         """Return the gold answer in a box."""
         return _boxed(prompt.answer)
-
-    def _make(self, prompt_id: str, problem: dict[str, str]) -> Prompt:
-        answer = str(problem[self._config.answer])
-        if self._config.answer_after:
-            answer = answer.rpartition(self._config.answer_after)[2]
-        question = self._config.instruction + str(problem[self._config.question])
-        return Prompt(prompt_id, question, answer.strip(), guided=guided(problem, question, self._config))
 
 
 def _number(text: str) -> Fraction | None:

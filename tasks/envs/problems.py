@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data_contracts.config import ProblemFile
 from data_contracts.errors import ConfigError
+from tasks.envs.protocol import Env, Prompt
 
 _HELD_OUT_ONE_IN = 5
 
@@ -59,7 +61,34 @@ class Problems:
         return problem
 
 
-def guided(problem: Mapping[str, Any], question: str, config: ProblemFile) -> str | None:
-    """Return the question with the problem's hint behind it; None without a hint."""
-    hint = str(problem.get(config.hint) or "") if config.hint else ""
-    return f"{question}\n{hint}" if hint else None
+class ProblemEnv(Env):
+    """Asks the problems of a file; what is left to say is the gold answer and the score."""
+
+    def __init__(self, config: ProblemFile, name: str, needed: tuple[str, ...]) -> None:
+        """Read the problems; see Problems.
+
+        Raises:
+            ConfigError: the file is not usable.
+        """
+        self._file = config
+        self.problems = Problems(config, needed)
+        self.name = name
+        self.num_prompts = len(self.problems.trained)
+        self.num_eval_prompts = len(self.problems.held_out)
+
+    def prompt(self, index: int) -> Prompt:
+        """Return training prompt `index`."""
+        return self._ask(self.prompt_id(index), self.problems.trained[index])
+
+    def eval_prompt(self, index: int) -> Prompt:
+        """Return held-out prompt `index`."""
+        return self._ask(self.eval_prompt_id(index), self.problems.held_out[index])
+
+    @abstractmethod
+    def gold(self, problem: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Return the gold answer of a problem, and what scoring needs beside it."""
+
+    def _ask(self, prompt_id: str, problem: Mapping[str, Any]) -> Prompt:
+        question = self._file.instruction + str(problem[self._file.question])
+        hint = str(problem.get(self._file.hint) or "") if self._file.hint else ""
+        return Prompt(prompt_id, question, *self.gold(problem), guided=f"{question}\n{hint}" if hint else None)
