@@ -55,8 +55,13 @@ class Quality:
         return sum(use.num_violated for use in self.rules.values())
 
 
-def data_quality(quality: Quality) -> str:
-    """Return the section of the page: every rule with its counts, and the courses of the statistics."""
+def data_quality(quality: Quality, data_docs: str = "") -> str:
+    """Return the section of the page: every rule with its counts, and the courses of the statistics.
+
+    Args:
+        quality: what the audit found.
+        data_docs: URL of the Data Docs, relative to the page; empty where there are none.
+    """
     if not quality.rules:
         return ""
     windows = ", ".join(f"{quality.num_rows[stage]} {stage} rows in {n}" for stage, n in quality.num_windows.items())
@@ -64,6 +69,8 @@ def data_quality(quality: Quality) -> str:
     found = f"{count} violation{'' if count == 1 else 's'}"
     lead = f"Windows of data against suites of expectations: {windows} windows; {found}."
     body = f'<div class="card">{_rules(quality)}</div>'
+    if data_docs:
+        body += f'<p><a href="{escape(data_docs)}">Data Docs: every window on a page of its own</a></p>'
     if quality.courses:
         statistics = f"<summary>{len(quality.courses)} statistics, window by window</summary>{_courses(quality)}"
         body += f'<details class="card">{statistics}</details>'

@@ -9,28 +9,38 @@ from string import Template
 from dashboards import accounts, sections
 from dashboards.quality import data_quality
 from dashboards.snapshot import Snapshot, snapshot
+from infra import data_docs
 from infra.store import Store
 
 TEMPLATE = Path(__file__).with_name("template.html")
 
 
 def write_report(store: Store, path: Path, links: Mapping[str, str] | None = None) -> Path:
-    """Write the report of a run and return its path.
+    """Write the report of a run and its Data Docs to disk, and into the store; return the page's path.
 
     Args:
         store: view below the run's prefix.
-        path: file to write; its folder exists.
+        path: file to write; its folder exists. Data Docs go into a folder beside it.
         links: name to URL (absolute, or relative to the page), shown at the end.
 
     Raises:
         StoreError: the store does not answer. A record that cannot be read is reported on the page instead.
+        OSError: a file cannot be written.
     """
-    path.write_text(render_report(snapshot(store), links), encoding="utf-8")
+    run = snapshot(store)
+    has_docs = bool(run.quality.rules) and data_docs.publish(store)
+    folder = path.with_name(f"{path.stem}-data-docs")
+    if has_docs:
+        data_docs.copy_site(store, folder)
+    page = render_report(run, links, f"{folder.name}/index.html" if has_docs else "")
+    path.write_text(page, encoding="utf-8")
+    beside_records = render_report(run, links, f"{data_docs.FOLDER}/index.html" if has_docs else "")
+    store.put("report.html", beside_records.encode())
     return path
 
 
-def render_report(run: Snapshot, links: Mapping[str, str] | None = None) -> str:
-    """Return the page."""
+def render_report(run: Snapshot, links: Mapping[str, str] | None = None, docs: str = "") -> str:
+    """Return the page; `docs` is the URL of its Data Docs, relative to it."""
     parts = (
         accounts.header(run),
         sections.learning(run),
@@ -38,7 +48,7 @@ def render_report(run: Snapshot, links: Mapping[str, str] | None = None) -> str:
         sections.throughput(run),
         sections.training(run),
         accounts.books(run),
-        data_quality(run.quality),
+        data_quality(run.quality, docs),
         accounts.examples(run),
         accounts.version_table(run),
         accounts.history(run),

@@ -271,6 +271,12 @@ class RuleResult(Frozen):
     """The rule in words, with the bounds it was held to."""
     observed: str
     """What the window holds instead."""
+    expectation: str = ""
+    """Great Expectations' name of the rule; empty for rules that it does not know."""
+    arguments: dict[str, Any] = {}
+    """What the expectation was called with, the column included."""
+    found: dict[str, Any] = {}
+    """What it answered: numbers, counts, examples; without values that are not finite."""
 
 
 class Audit(Record):

@@ -218,16 +218,14 @@ def summarize(run: Run, code: int, links: dict[str, str], log_path: Path) -> int
 
 
 def make_report(run: Run, path: Path | None, links: dict[str, str] | None = None) -> Path:
-    """Write the run's report to a file, and beside its records."""
+    """Write the run's report and Data Docs to a file and a folder, and beside its records."""
     from dashboards.report import write_report
 
     path = path or settings.home() / "reports" / f"{run.id}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        written = write_report(run.store, path, links)
-        run.store.put("report.html", written.read_bytes())
+        return write_report(run.store, path, links)
     except OSError as cause:
         if isinstance(cause, StoreError):
             raise
         raise StoreError(f"report {path}: cannot be written: {cause.strerror or cause}") from cause
-    return written

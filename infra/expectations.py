@@ -1,12 +1,13 @@
-"""Great Expectations, the only file that knows it: holds a window of scalars against checks.
+"""Great Expectations: holds a window of scalars against checks. Only this file and its Data Docs know it.
 
 It costs seconds to import and tens of milliseconds a window, so it is for processes that nobody waits for, and it sees
 windows of numbers, never lists of tokens. Its telemetry and progress bars are off.
 """
 
 import importlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from data_contracts.suites import Check
 os.environ["GX_ANALYTICS_ENABLED"] = "false"
 
 import great_expectations as gx  # noqa: TID251
+import numpy as np
 import pandas as pd
 from great_expectations.execution_engine.pandas_execution_engine import PandasExecutionEngine  # noqa: TID251
 from great_expectations.expectations.expectation import ColumnMapExpectation, Expectation  # noqa: TID251
@@ -119,20 +121,52 @@ def load(path: str) -> Any:
 
 
 def _result(check: Check, found: Any) -> RuleResult:
-    passed = bool(found.success)
+    told: dict[str, Any] = {}
+    if ":" not in check.expect and not _failure(found):
+        arguments = _plain({"column": check.column, **check.arguments})
+        told = {"expectation": f"expect_{check.expect}", "arguments": arguments, "found": _answer(found.result or {})}
     return RuleResult(
-        rule=check.name, severity=check.severity, passed=passed, expected=check.expected, observed=_observed(found)
+        rule=check.name,
+        severity=check.severity,
+        passed=bool(found.success),
+        expected=check.expected,
+        observed=_observed(found),
+        **told,
     )
+
+
+def _answer(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a result that Data Docs show."""
+    names = ("observed_value", "element_count", "unexpected_count", "missing_count", "partial_unexpected_list")
+    percents = ("unexpected_percent", "unexpected_percent_total", "unexpected_percent_nonmissing", "missing_percent")
+    return _plain({name: result[name] for name in (*names, *percents) if name in result})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; numbers that are not finite become None."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | bool | int | None) else str(value)
+
+
+def _failure(found: Any) -> str:
+    """Return why an expectation could not be judged; empty when it was."""
+    error = found.exception_info or {}
+    for one in (error, *(inner for inner in error.values() if isinstance(inner, dict))):
+        if one.get("raised_exception"):
+            return f"the expectation failed: {one.get('exception_message')}"
+    return ""
 
 
 def _observed(found: Any) -> str:
     """Return what the window holds, in words."""
-    error = found.exception_info or {}
-    if error.get("raised_exception"):
-        return f"the expectation failed: {error.get('exception_message')}"
-    inner = next((e for e in error.values() if isinstance(e, dict) and e.get("raised_exception")), None)
-    if inner is not None:
-        return f"the expectation failed: {inner.get('exception_message')}"
+    if failure := _failure(found):
+        return failure
     result = found.result or {}
     if "unexpected_count" in result:
         count, total = result["unexpected_count"], result["element_count"]

@@ -31,6 +31,7 @@ from data_contracts.suites import (
     make_checks,
     statistics_of,
 )
+from infra import data_docs
 from infra.log import Log
 from tasks.audit_rows import RoundTrip, read_new
 from tasks.model_files import read_model_files
@@ -51,6 +52,7 @@ def run(role: Role) -> None:
             role.wait("data to audit")
     auditor.turn(is_last=True)
     auditor.show(is_last=True)
+    data_docs.publish(role.store)  # here, where Great Expectations has been imported already
 
 
 @dataclass

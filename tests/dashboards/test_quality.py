@@ -3,7 +3,7 @@
 import math
 
 from dashboards.quality import Quality, data_quality
-from dashboards.report import render_report
+from dashboards.report import render_report, write_report
 from dashboards.snapshot import snapshot
 from data_contracts.records import Audit, RuleResult
 from infra.log import Log
@@ -54,3 +54,15 @@ def test_the_report_has_the_section_of_the_records(root):
     assert "Data quality" not in Page(render_report(snapshot(store))).headings
     Log(store, "log/audit", Audit).append(0, window("scored", result("level", passed=False)))
     assert "Data quality" in Page(render_report(snapshot(store))).headings
+
+
+def test_the_report_leads_to_data_docs_beside_it_and_beside_the_records(root, tmp_path):
+    store = root.at("tiny")
+    build_run(store, steps=3)
+    Log(store, "log/audit", Audit).append(0, window("scored", result("level", passed=False)))
+    page = write_report(store, tmp_path / "tiny.html").read_text()
+    (link,) = Page(page).addresses
+    assert link == "tiny-data-docs/index.html"
+    assert "level" in (tmp_path / link).read_text()
+    (link,) = Page(store.get("report.html").decode()).addresses
+    assert store.get(link) == (tmp_path / "tiny-data-docs/index.html").read_bytes()
