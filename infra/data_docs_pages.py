@@ -27,7 +27,7 @@ from great_expectations.core import (  # noqa: TID251
 from great_expectations.expectations.expectation import ColumnMapExpectation  # noqa: TID251
 from great_expectations.expectations.expectation_configuration import ExpectationConfiguration  # noqa: TID251
 from great_expectations.expectations.registry import list_registered_expectation_implementations  # noqa: TID251
-from great_expectations.render import (  # noqa: TID251
+from great_expectations.render.components import (  # noqa: TID251
     LegacyDiagnosticRendererType,
     LegacyRendererType,
     RenderedDocumentContent,
@@ -35,9 +35,9 @@ from great_expectations.render import (  # noqa: TID251
     RenderedStringTemplateContent,
     RenderedTableContent,
 )
-from great_expectations.render.renderer import ValidationResultsPageRenderer  # noqa: TID251
+from great_expectations.render.renderer.page_renderer import ValidationResultsPageRenderer  # noqa: TID251
 from great_expectations.render.renderer.renderer import renderer  # noqa: TID251
-from great_expectations.render.view import DefaultJinjaPageView  # noqa: TID251
+from great_expectations.render.view.view import DefaultJinjaPageView  # noqa: TID251
 
 INDEX = "index.html"
 SAID = "expect_what_is_said"

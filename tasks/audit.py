@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from data_contracts import features
+from data_contracts.errors import RunStopped
 from data_contracts.records import Audit, RuleResult
 from data_contracts.suites import (
     STAGES,
@@ -43,16 +44,19 @@ STAGE_OF_LOG: dict[str, AuditStage] = {"raw": "raw", "scored": "scored", "commit
 
 
 def run(role: Role) -> None:
-    """Audit until the run is over, then what is left."""
+    """Audit until the run is over or stopped, then what is left."""
     auditor = Auditor(role)
-    while not role.is_over:
-        if auditor.turn():
-            role.progressed("auditing")
-        else:
-            role.wait("data to audit")
-    auditor.turn(is_last=True)
-    auditor.show(is_last=True)
-    data_docs.publish(role.store)  # here, where Great Expectations has been imported already
+    try:
+        while not role.is_over:
+            if auditor.turn():
+                role.progressed("auditing")
+            else:
+                role.wait("data to audit")
+    except RunStopped:
+        if not role.is_leaving:  # a run that was stopped may never be resumed
+            auditor.finish()
+        raise
+    auditor.finish()
 
 
 @dataclass
@@ -95,11 +99,17 @@ class Auditor:
         self._windows: dict[AuditStage, Window] = {stage: Window() for stage in STAGES}
         self._read = dict(self._covers)
 
+    def finish(self) -> None:
+        """Judge what is left when the run is over, and leave the Data Docs in the store."""
+        self.turn(is_last=True)
+        self.show(is_last=True)
+        data_docs.publish(self._role.store)  # here, where Great Expectations has been imported already
+
     def turn(self, *, is_last: bool = False) -> bool:
         """Read what is new and judge the windows that are full; return whether there was anything.
 
         Args:
-            is_last: judge windows that are not full too.
+            is_last: the run is over: judge windows that are not full too, and stop nothing.
         """
         found = False
         for stage in STAGES:
@@ -110,12 +120,13 @@ class Auditor:
                 window.num_rows += sum(table.num_rows for table in looked.tables)
                 window.num_torn += looked.num_torn
                 self._read[looked.log] = looked.number + 1
-                if window.num_rows >= self._config.window_rows and not self._close(stage):
+                if window.num_rows >= self._config.window_rows and not self._close(stage, is_last):
                     return True
-                self._role.check()
+                if not is_last:
+                    self._role.check()
             if self._is_due(self._windows[stage], is_last):
                 found = True
-                if not self._close(stage):
+                if not self._close(stage, is_last):
                     return True
         return found
 
@@ -123,8 +134,8 @@ class Auditor:
         is_old = time.monotonic() - window.opened_at > self._config.window_s
         return window.num_rows + window.num_torn >= self._config.min_rows and (is_old or is_last)
 
-    def _close(self, stage: AuditStage) -> bool:
-        """Judge a window, record what was found, and stop the run when that is what a violated rule asks for.
+    def _close(self, stage: AuditStage, is_last: bool) -> bool:
+        """Judge a window, record what was found, and stop a run that goes on when a violated rule asks for it.
 
         Returns:
             Whether the record stands. When another audit was first, everything goes on from its word.
@@ -156,7 +167,8 @@ class Auditor:
         self._covers = covers
         self._recent[stage] = [*self._recent[stage], record][-self._config.history :]
         self._windows[stage] = Window()
-        self._stop_if_asked(record)
+        if not is_last:
+            self._stop_if_asked(record)
         self.show()
         return True
 

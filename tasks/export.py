@@ -42,12 +42,12 @@ def run(role: Role) -> None:
             role.check()
             return False
         over_since = over_since or time.monotonic()
+        # The audit judges its last windows when the run is over or stopped, and the last version is evaluated then.
+        if _is_at_work(role, "audit") and time.monotonic() - over_since < role.config.tracking.drain_s:
+            return False
         # A stopped run goes on later, and a replay has evaluated what it wanted to before it ended.
         if run.replay_of or run_state(control.read_from(0)).kind != "ended":
             return True
-        # The audit judges its last windows, and the last version is evaluated, when the run is over.
-        if _is_at_work(role, "audit") and time.monotonic() - over_since < role.config.tracking.drain_s:
-            return False
         last = evaluations.last()
         is_evaluated = last is not None and last.version >= role.config.steps
         return is_evaluated or not _is_at_work(role, "evaluate")

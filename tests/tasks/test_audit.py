@@ -12,7 +12,8 @@ from infra.log import Log
 from infra.objects import put_batch
 from infra.runs import Run
 from tasks.audit import Auditor, to_markdown
-from tasks.role import Role
+from tasks.audit import run as audit_role
+from tasks.role import Role, append_control
 from tests.tasks.curation.build_group import different, row
 
 WORKER = "worker"
@@ -81,6 +82,27 @@ def test_a_window_that_is_not_full_waits_until_the_last_turn(begun: Callable[...
     write(run, 0)
     assert audit(run) == []
     assert [record.num_rows for record in audit(run, is_last=True)] == [8, 8]
+
+
+@pytest.mark.parametrize("kind", ["stop", "end"])
+def test_however_a_run_ends_its_last_windows_are_judged_and_its_data_docs_are_left(
+    kind: str, begun: Callable[..., Run]
+) -> None:
+    run = begun(audit=SMALL | {"window_rows": 100, "severity": {"rollouts_succeed": "stop"}})
+    write(run, 0, finish_reason="error", error="lost", reward=float("nan"), reward_error="no response")
+    append_control(run.store, "someone", kind)
+    with Role("audit", run.store, run.config) as role:
+        if kind == "stop":
+            with pytest.raises(RunStopped):
+                audit_role(role)
+        else:
+            role.check(often=True)
+            audit_role(role)
+    records = Log(run.store, "log/audit", Audit).read_from(0)
+    assert [record.num_rows for record in records] == [8, 8]
+    assert records[0].verdict == "stop"
+    assert Log(run.store, "log/control", Control).tail() == 1, "a run that is over already is not stopped"
+    assert {"data_docs/index.html", "data_docs/window-000001.html"} <= set(run.store.list("data_docs"))
 
 
 def test_distribution_rules_compare_with_the_runs_own_windows(begun: Callable[..., Run]) -> None:
