@@ -1,7 +1,8 @@
 """The automation that Prefect lacks: a flow run whose process died without a word becomes Crashed.
 
-A flow process sends a heartbeat every 30 s (PREFECT_FLOWS_HEARTBEAT_FREQUENCY, see `infra.settings`). After one,
-the server expects another, or the end of the run, within three times that; otherwise it marks the run Crashed.
+A flow process sends a heartbeat every 30 s (PREFECT_FLOWS_HEARTBEAT_FREQUENCY, see `infra.settings`). After one, and
+after the start, which a process may not outlive until its first, the server expects another, or the end of the run,
+within three times that; otherwise it marks the run Crashed.
 A heartbeat that arrives after the end does no harm: Prefect refuses to crash a run that is over.
 """
 
@@ -24,6 +25,7 @@ FLOWS = ["post-training*", "study"]
 """Names of the flows that it watches: others on the same server may beat at another pace, or not at all."""
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
+STARTS = {f"prefect.flow-run.{state}" for state in ("Running", "Retrying")}
 ENDINGS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled")}
 
 
@@ -60,7 +62,7 @@ def ensure_automation(api_url: str | None = None, within_s: float = WITHIN_S) ->
 
 
 def crash_automation(within_s: float = WITHIN_S) -> AutomationCore:
-    """Return the automation: after a heartbeat, neither another nor an end within `within_s` makes Crashed."""
+    """Return the automation: after a start or heartbeat, neither another nor an end within `within_s` makes Crashed."""
     crash = ChangeFlowRunState(
         name=None,
         state=StateType.CRASHED,
@@ -71,7 +73,7 @@ def crash_automation(within_s: float = WITHIN_S) -> AutomationCore:
         name=NAME,
         description="Made by `rollflow up`. A killed process cannot report its own end.",
         trigger=EventTrigger(
-            after={HEARTBEAT},
+            after={HEARTBEAT, *STARTS},
             expect={HEARTBEAT, *ENDINGS},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},  # pyright: ignore[reportArgumentType]
             match_related={"prefect.resource.role": ["flow"], "prefect.resource.name": FLOWS},  # pyright: ignore[reportArgumentType]
