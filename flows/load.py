@@ -5,13 +5,14 @@ workflow engine that validates parameters against it would read the environment 
 """
 
 import contextlib
+import difflib
 import io
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from data_contracts.config import RunConfig
@@ -112,12 +113,41 @@ def _resolve(layering: type[_Layers], values: dict[str, Any], arguments: Sequenc
             layers = CliApp.run(layering, list(arguments), **values)
         return RunConfig.model_validate(layers.model_dump())
     except ValidationError as cause:
-        raise ConfigError(f"{source}: {explain(cause)}") from cause
+        given = [word.removeprefix("--").partition("=")[0] for word in arguments if word.startswith("--")]
+        raise ConfigError(explain(cause, source, given)) from cause
     except SettingsError as cause:
         raise ConfigError(f"{source}: {cause}") from cause
     except SystemExit as cause:
         last = (complaints.getvalue().strip().splitlines() or ["cannot be read"])[-1]
-        raise ConfigError(f"command line: {last.removeprefix('usage: ')}") from cause
+        raise ConfigError(f"command line: {_unrecognized(last.rpartition('error: ')[2])}") from cause
+
+
+def _unrecognized(complaint: str) -> str:
+    """Return what is wrong with the words, with the nearest fields where one is misspelt."""
+    what, _, words = complaint.partition("unrecognized arguments: ")
+    if what or not words.startswith("--"):
+        return complaint.removeprefix("usage: ")
+    name = words.split()[0].removeprefix("--").partition("=")[0]
+    near = difflib.get_close_matches(name, field_names(RunConfig), n=3)
+    return f"there is no field {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+
+def field_names(kind: type[BaseModel]) -> list[str]:
+    """Return the dotted names of all fields of a model, those of every member of a union included."""
+    names: dict[str, None] = {}
+    for name, field in kind.model_fields.items():
+        names[name] = None
+        for inner in _models_in(field.annotation):
+            names |= dict.fromkeys(f"{name}.{below}" for below in field_names(inner))
+    return list(names)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (tuple, list, dict):  # their members have no dotted name
+        return []
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
 def find_config(source: str | Path) -> Path:
@@ -136,15 +166,40 @@ def find_config(source: str | Path) -> Path:
     raise ConfigError(f"config {source}: no such file, and no shipped config has this name (shipped: {names})")
 
 
-def explain(error: ValidationError) -> str:
-    """Return one sentence for the first problem, and how many more there are."""
+def explain(error: ValidationError, source: str = "", given: Sequence[str] = ()) -> str:
+    """Return one sentence for the first problem, and how many more fields have one.
+
+    Args:
+        error: of a configuration.
+        source: where its values are from; empty for nothing to say of it.
+        given: dotted names of the fields that the command line sets.
+    """
     problems = error.errors()
     first: dict[str, Any] = dict(problems[0])
-    where = ".".join(str(part) for part in first["loc"]) or "the run"
+    place = _place(first["loc"])
+    named = next((name for name in given if _is_within(name.split("."), place)), "")
+    where = named or ".".join(place) or "the run"
     if first["type"] == "extra_forbidden":
         sentence = f"{where}: there is no such field; remove it or correct its spelling"
     elif first["type"] == "value_error":
         sentence = f"{where}: {first['msg'].removeprefix('Value error, ')}"
     else:
         sentence = f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
-    return sentence if len(problems) == 1 else f"{sentence} (and {len(problems) - 1} more)"
+    others = len({tuple(_place(problem["loc"])) for problem in problems}) - 1
+    if named:
+        source = "command line"
+    elif source and given:
+        source += " and command line"
+    origin = f"{source}: " if source else ""
+    return f"{origin}{sentence}" + (f" (and {others} more)" if others else "")
+
+
+def _place(loc: Sequence[int | str]) -> list[str]:
+    """Return where a problem is, without the members of unions that pydantic names as it tries them."""
+    return [str(part) for part in loc if str(part).isidentifier() or isinstance(part, int)]
+
+
+def _is_within(name: Sequence[str], place: Sequence[str]) -> bool:
+    """Whether the parts of `name` stand in `place`, in this order; kinds of a union may stand between them."""
+    rest = iter(place)
+    return all(part in rest for part in name)

@@ -27,7 +27,7 @@ from infra.databases import VARIABLES, is_shared, without_secrets
 from infra.processes import HOST, family
 
 TOKEN_VARIABLE = "ROLLFLOW_SERVICE_TOKEN"
-START_LIMIT_S = 120.0
+START_LIMIT_S = 300.0
 STOP_LIMIT_S = 10.0
 LOG_LINES = 15
 
@@ -144,8 +144,8 @@ def wait_until_healthy(servers: list[Server]) -> None:
         if waiting and time.monotonic() > until:
             late = waiting[0]
             raise ServiceError(
-                f"{late.name} did not answer at {late.url} within {START_LIMIT_S:.0f} s; "
-                f"the last lines of {late.log}:\n{_last_lines(late.log)}"
+                f"{late.name} did not answer at {late.url} within {START_LIMIT_S:.0f} s: try again when the "
+                f"machine is less busy; the last lines of {late.log}:\n{_last_lines(late.log)}"
             )
         if waiting:
             time.sleep(0.1)

@@ -73,7 +73,7 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
     Raises:
         ConfigError: a variable that names a database holds something else.
         ServiceError: a port is taken by another program, a server runs already on a port or a database other than
-            the one asked for, or it died or did not answer within two minutes (with the last lines of its log).
+            the one asked for, or it died or did not answer within five minutes (with the last lines of its log).
     """
     home = settings.make_home(home)
     asked: dict[Name, int | None] = {"prefect": prefect_port, "mlflow": mlflow_port}

@@ -48,8 +48,12 @@ def test_a_field_of_another_kind_of_model_is_reached_from_the_command_line() -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--stepz", "3"], "stepz"),
-        (["--steps", "-3"], r"steps: input should be greater than 0, got '-3'"),
+        (["--stepz", "3"], r"^command line: there is no field stepz; did you mean steps"),
+        (["--staleness.max_stalenes=3"], r"^command line: there is no field .*; did you mean staleness.max_staleness"),
+        (["--steps", "-3"], r"^command line: steps: input should be greater than 0, got '-3'$"),
+        (["--staleness.max_staleness", "-1"], r"^command line: staleness.max_staleness: [a-z0-9 ]*, got '-1'$"),
+        (["--rollout.engine.slots", "0"], r"^command line: rollout.engine.slots: input should be greater than 0"),
+        (["--algorithm.preset", "grop"], r"tiny.toml and command line: algorithm: there is no preset 'grop'"),
         (["--staleness.max_staleness", "unbounded"], "needs max_unsettled"),
         (["--rollout.sampling.temperature", "0"], "temperature: input should be greater than 0"),
         (["--model.type", "local"], "path: field required"),
