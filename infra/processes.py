@@ -1,6 +1,7 @@
 """What supervisors of servers share: finding a whole family of processes, and ports of the loopback interface."""
 
 import contextlib
+import os
 import socket
 from collections.abc import Collection
 
@@ -9,15 +10,16 @@ import psutil
 HOST = "127.0.0.1"
 
 
-def family(variable: str, tokens: Collection[str]) -> list[psutil.Process]:
-    """Return every process in whose environment `variable` is one of `tokens`.
+def family(variable: str, tokens: Collection[str], sessions: Collection[int] = ()) -> list[psutil.Process]:
+    """Return every process in whose environment `variable` is one of `tokens`, or that is in one of `sessions`.
 
-    Children inherit the environment: what a killed parent has left behind is found too.
+    Children inherit both: what a killed parent has left behind is found too. A process may begin a session of its
+    own, and one that gives itself another title overwrites its environment; few do both.
     """
     mine: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # gone, or another user's
-            if process.environ().get(variable) in tokens:
+            if os.getsid(process.pid) in sessions or process.environ().get(variable) in tokens:
                 mine.append(process)
     return mine
 

@@ -200,4 +200,6 @@ def _last_lines(path: str) -> str:
 
 
 def _family(servers: list[Server]) -> list[psutil.Process]:
-    return family(TOKEN_VARIABLE, {server.token for server in servers})
+    # Each began a session, whose number is its process id; that of a dead server may be another's by now.
+    sessions = {server.pid for server in servers if is_alive(server)}
+    return family(TOKEN_VARIABLE, {server.token for server in servers}, sessions)

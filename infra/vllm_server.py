@@ -1,8 +1,8 @@
 """A vLLM server of one's own: how it is started, whether it lives, and how it is stopped with all it has started.
 
 The server runs in vLLM's environment, under a launcher (infra/vllm_launcher.py) that takes it down when this process
-is gone. All its processes carry a random token in their environment, so that what a killed launcher has left behind
-is found and killed before another server starts.
+is gone. All its processes are in the launcher's session and carry a random token in their environment, so that what a
+killed launcher has left behind is found and killed before another server starts.
 
 Who waits for whom: `start` waits until the server answers or has died; nobody else waits.
 """
@@ -59,6 +59,7 @@ class SupervisedServer:
         self._start_limit_s = start_limit_s
         self._token = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
+        self._session = 0
 
     @property
     def url(self) -> str:
@@ -93,6 +94,7 @@ class SupervisedServer:
             self._process = subprocess.Popen(
                 launcher, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
             )
+        self._session = self._process.pid
         try:
             self._wait_until_healthy(tick)
         except BaseException:
@@ -114,8 +116,8 @@ class SupervisedServer:
         process.wait()
 
     def family(self) -> list[psutil.Process]:
-        """Return every process that carries this server's token: the launcher, the server and what it started."""
-        return family(TOKEN_VARIABLE, {self._token})
+        """Return the launcher, the server and what it started, as far as they live."""
+        return family(TOKEN_VARIABLE, {self._token}, {self._session} - {0})
 
     def last_lines(self) -> str:
         """Return the end of the server's log."""

@@ -16,7 +16,8 @@ from infra.vllm_server import SupervisedServer, answers
 
 SERVER = """
 import http.server, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+# As a process that gives itself a title: its environment cannot be read any more.
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
