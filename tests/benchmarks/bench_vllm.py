@@ -58,7 +58,7 @@ def make_config(folder: str, options: argparse.Namespace, url: str) -> RunConfig
             "samples_per_group": 8,
             "store": folder,
             "model": {"type": "local", "path": options.model, "dtype": "bfloat16"},
-            "envs": [{"type": "reasoning_gym", "dataset": "chain_sum", "few_shot": 2}],
+            "envs": [{"type": "reasoning_gym", "dataset": "chain_sum", "few_shot": 0}],
             "rollout": {
                 "engine": {"type": "vllm", "slots": options.slots, "max_length": MAX_LENGTH, "url": url},
                 "sampling": {"max_new_tokens": options.tokens},
