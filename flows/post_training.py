@@ -88,7 +88,11 @@ def preload_roles() -> None:
     get_mp_context().set_forkserver_preload(PRELOADED)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@flow(name="post-training", flow_run_name="{run_url}", retries=0)
+def _name_of_flow_run() -> str:
+    return str(flow_run.parameters["run_url"]).rstrip("/").rpartition("/")[2]
+
+
+@flow(name="post-training", flow_run_name=_name_of_flow_run, retries=0)
 def post_training(run_url: str) -> State:
     """Carry a run from where its records stand to its last step.
 
