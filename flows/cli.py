@@ -34,7 +34,9 @@ def run(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config.")],
     run_id: Annotated[str | None, typer.Option("--id", help="Id of the run; made up when not given.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only validate the config and print it resolved.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only validate the config and print it; no file is looked for.")
+    ] = False,
 ) -> None:
     """Train: every field of the config can be set, as in --staleness.max_staleness 4."""
     from flows.load import load_run_config

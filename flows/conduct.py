@@ -140,7 +140,7 @@ def ensure_services(prefect_port: int | None = None, mlflow_port: int | None = N
     """
     named = servers.named_in_environment() if prefect_port is None and mlflow_port is None else None
     if named is None and servers.find() is None:
-        typer.echo("starting the Prefect and MLflow servers, which takes up to a minute", err=True)
+        typer.echo("waiting for the Prefect and MLflow servers; starting them takes up to a minute", err=True)
     services = named or servers.up(settings.home(), prefect_port=prefect_port, mlflow_port=mlflow_port)
     os.environ.update(servers.connect_environment(services))
     from infra.automation import ensure_automation

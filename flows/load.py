@@ -7,8 +7,9 @@ workflow engine that validates parameters against it would read the environment 
 import contextlib
 import difflib
 import io
+import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -19,12 +20,13 @@ from data_contracts.config import RunConfig
 from data_contracts.errors import ConfigError
 from infra import settings
 
+ENVIRONMENT_PREFIX = "ROLLFLOW_RUN__"
 SHIPPED = Path(__file__).parent / "runs"
 
 
 class _Layers(BaseSettings, RunConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     model_config = SettingsConfigDict(
-        env_prefix="ROLLFLOW_RUN__",
+        env_prefix=ENVIRONMENT_PREFIX,
         env_nested_delimiter="__",
         cli_avoid_json=True,
         cli_parse_none_str="none",
@@ -75,7 +77,22 @@ def load_run_config(source: str | Path, arguments: Sequence[str] = ()) -> RunCon
     if isinstance(values.get("algorithm"), str):  # a preset's name; the command line may add fields to it
         values["algorithm"] = {"preset": values["algorithm"]}
     values.setdefault("store", settings.default_store())
-    return _resolve(_Layers, values, arguments, str(path))
+    return _resolve(_Layers, values, arguments, str(path), environment=_fields_of_environment())
+
+
+def _fields_of_environment() -> list[str]:
+    """Return the dotted names of the fields that the environment sets.
+
+    Raises:
+        ConfigError: there is no such field.
+    """
+    known = set(field_names(RunConfig))
+    names = [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]
+    fields = [name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".") for name in names]
+    for name, field in zip(names, fields, strict=True):
+        if field not in known:
+            raise ConfigError(f"environment: {name}: {_no_such_field(field)}")
+    return fields
 
 
 def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
@@ -106,14 +123,21 @@ def _forget_other_kind(values: dict[str, Any], path: Sequence[str], kind: str) -
         values[last] = {"type": kind}
 
 
-def _resolve(layering: type[_Layers], values: dict[str, Any], arguments: Sequence[str], source: str) -> RunConfig:
+def _resolve(
+    layering: type[_Layers],
+    values: dict[str, Any],
+    arguments: Sequence[str],
+    source: str,
+    environment: Sequence[str] = (),
+) -> RunConfig:
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
             layers = CliApp.run(layering, list(arguments), **values)
         return RunConfig.model_validate(layers.model_dump())
     except ValidationError as cause:
-        given = [word.removeprefix("--").partition("=")[0] for word in arguments if word.startswith("--")]
+        words = [word.removeprefix("--").partition("=")[0] for word in arguments if word.startswith("--")]
+        given = dict.fromkeys(environment, "environment") | dict.fromkeys(words, "command line")
         raise ConfigError(explain(cause, source, given)) from cause
     except SettingsError as cause:
         raise ConfigError(f"{source}: {cause}") from cause
@@ -127,7 +151,10 @@ def _unrecognized(complaint: str) -> str:
     what, _, words = complaint.partition("unrecognized arguments: ")
     if what or not words.startswith("--"):
         return complaint.removeprefix("usage: ")
-    name = words.split()[0].removeprefix("--").partition("=")[0]
+    return _no_such_field(words.split()[0].removeprefix("--").partition("=")[0])
+
+
+def _no_such_field(name: str) -> str:
     near = difflib.get_close_matches(name, field_names(RunConfig), n=3)
     return f"there is no field {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
@@ -166,14 +193,15 @@ def find_config(source: str | Path) -> Path:
     raise ConfigError(f"config {source}: no such file, and no shipped config has this name (shipped: {names})")
 
 
-def explain(error: ValidationError, source: str = "", given: Sequence[str] = ()) -> str:
+def explain(error: ValidationError, source: str = "", given: Mapping[str, str] | None = None) -> str:
     """Return one sentence for the first problem, and how many more fields have one.
 
     Args:
         error: of a configuration.
         source: where its values are from; empty for nothing to say of it.
-        given: dotted names of the fields that the command line sets.
+        given: dotted names of fields that are set elsewhere, and where that is.
     """
+    given = given or {}
     problems = error.errors()
     first: dict[str, Any] = dict(problems[0])
     place = _place(first["loc"])
@@ -187,9 +215,9 @@ def explain(error: ValidationError, source: str = "", given: Sequence[str] = ())
         sentence = f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
     others = len({tuple(_place(problem["loc"])) for problem in problems}) - 1
     if named:
-        source = "command line"
-    elif source and given:
-        source += " and command line"
+        source = given[named]
+    elif source:
+        source = " and ".join([source, *dict.fromkeys(given.values())])
     origin = f"{source}: " if source else ""
     return f"{origin}{sentence}" + (f" (and {others} more)" if others else "")
 

@@ -17,6 +17,11 @@ def show_anything(what: str, store_url: str, rows: int) -> None:
         ConfigError: neither a run nor a batch is meant by `what`.
     """
     match = BATCH.fullmatch(what)
+    if match is None and "/batch/" in what:
+        run, _, name = what.partition("/batch/")
+        raise ConfigError(
+            f"batch {name}: expected a SHA-256, or six of its first digits or more; `rollflow show {run}` names batches"
+        )
     if match is None:
         show_run(find_run(what, store_url).store)
         return

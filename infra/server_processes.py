@@ -145,7 +145,8 @@ def wait_until_healthy(servers: list[Server]) -> None:
             late = waiting[0]
             raise ServiceError(
                 f"{late.name} did not answer at {late.url} within {START_LIMIT_S:.0f} s: try again when the "
-                f"machine is less busy; the last lines of {late.log}:\n{_last_lines(late.log)}"
+                f"machine is less busy, or stop it with `rollflow down`; "
+                f"the last lines of {late.log}:\n{_last_lines(late.log)}"
             )
         if waiting:
             time.sleep(0.1)

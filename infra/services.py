@@ -73,21 +73,22 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
     Raises:
         ConfigError: a variable that names a database holds something else.
         ServiceError: a port is taken by another program, a server runs already on a port or a database other than
-            the one asked for, or it died or did not answer within five minutes (with the last lines of its log).
+            the one asked for, or one died or did not answer within five minutes (with the last lines of its log).
     """
     home = settings.make_home(home)
     asked: dict[Name, int | None] = {"prefect": prefect_port, "mlflow": mlflow_port}
     with locked(home / "services.lock"):
         known = _read_state(home)
         ports = {name: _choose_port(name, asked[name], known.get(name)) for name in NAMES}
-        running: dict[Name, Server] = {name: server for name, server in known.items() if is_healthy(server)}
+        # One that lives and does not answer is slow, and others use it: it is waited for, and never stopped from here.
+        running: dict[Name, Server] = {name: server for name, server in known.items() if is_alive(server)}
         databases = {name: database_url(name, home) for name in NAMES}
         for name, server in running.items():
             _check_database(server, databases[name])
         missing: list[Name] = [name for name in NAMES if name not in running]
         for name in missing:
-            if name in known:  # dead, or alive without an answer
-                stop([known[name]])
+            if name in known:
+                stop([known[name]])  # what a dead one has left behind
             _check_port_free(name, ports[name])
         _write_state(home, running)
         for name in missing:
@@ -98,7 +99,7 @@ def up(home: Path | None = None, prefect_port: int | None = None, mlflow_port: i
             _write_state(home, running)
             running[name] = launch(running[name], home, database)
             _write_state(home, running)
-        wait_until_healthy([running[name] for name in missing])
+        wait_until_healthy(list(running.values()))
     return _services(running)
 
 

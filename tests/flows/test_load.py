@@ -40,6 +40,19 @@ def test_a_run_that_names_no_store_is_where_the_reading_commands_look(
     assert load_run_config("tiny", ["--store", "elsewhere"]).store == "elsewhere"
 
 
+def test_what_is_wrong_in_the_environment_is_blamed_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_RUN__STALENESS__MAX_STALENES", "4")
+    with pytest.raises(ConfigError, match=r"environment: ROLLFLOW_RUN__\w+: there is no field .*; did you mean"):
+        load_run_config("tiny")
+    monkeypatch.delenv("ROLLFLOW_RUN__STALENESS__MAX_STALENES")
+    monkeypatch.setenv("ROLLFLOW_RUN__STEPS", "many")
+    with pytest.raises(ConfigError, match="^environment: steps: input should be a valid integer"):
+        load_run_config("tiny")
+    monkeypatch.setenv("ROLLFLOW_RUN__STEPS", "3")
+    monkeypatch.setenv("ROLLFLOW_RUN__AUDIT__SEVERITY", '{"reward_level": "stop"}')
+    assert load_run_config("tiny").audit.severity == {"reward_level": "stop"}
+
+
 def test_a_field_of_another_kind_of_model_is_reached_from_the_command_line() -> None:
     resolved = load_run_config("tiny", ["--model.type", "local", "--model.path", "folder"])
     assert resolved.model == LocalModel(path="folder")

@@ -91,6 +91,19 @@ def test_up_starts_a_killed_server_again_and_clears_what_outlived_it(servers):
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
 
 
+def test_a_server_that_is_slow_to_answer_is_waited_for_and_not_started_again(servers):
+    before = recorded(servers.home)
+    family = [psutil.Process(pid) for pid in carriers_of(before["mlflow"].token)]
+    for process in family:
+        process.suspend()
+    assert [status.state for status in services.status(servers.home)] == ["healthy", "not answering"]
+    awake = threading.Timer(3.0, lambda: [process.resume() for process in family])
+    awake.start()
+    assert servers.up() == servers.services
+    awake.join()
+    assert recorded(servers.home) == before
+
+
 def test_another_port_than_the_one_it_runs_on_is_refused(servers):
     port = recorded(servers.home)["prefect"].port
     with pytest.raises(ServiceError, match=f"prefect already runs on port {port}, port 1 was asked for"):
