@@ -225,7 +225,7 @@ def is_at_work(process: psutil.Process) -> bool:
 
 def test_a_run_trains_through_vllm_and_bears_the_loss_of_its_server(make_run, processes, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    engine = {**ENGINE, "max_length": 16}
+    engine = {**ENGINE, "max_length": 16, "folder": str(tmp_path), "in_flight": "recompute"}
     changes = {"model": MODEL, "rollout": {"engine": engine}, "staleness": {"max_staleness": 1, "lease_s": 60.0}}
     run = make_run(**changes, steps=20, train={"full_weights_every": 3})
     commits = Log(run.store, "log/commit", Commit)
