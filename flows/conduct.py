@@ -20,7 +20,7 @@ from infra import services as servers
 from infra import settings
 from infra.installed import check_backend
 from infra.probe import probe
-from infra.runs import Run, create_run
+from infra.runs import Run, check_run_id, create_run
 from tasks.curation.custom import load as load_rule
 from tasks.supervise import Supervisor, find_living, find_moving
 
@@ -29,6 +29,8 @@ settings.apply_defaults()
 
 def start(config: RunConfig, run_id: str | None) -> int:
     """Make a run and conduct it to its end; return the exit code."""
+    if run_id is not None:
+        check_run_id(run_id)
     check_before_start(config)
     services = ensure_services()
     return conduct(create_run(config, run_id), services)

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import secrets
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from data_contracts.config import RunConfig
 from data_contracts.errors import ConfigError, ObjectExists, ObjectMissing
 from infra.store import Store, open_store
 
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PACKAGES = ("rollflow", "torch", "transformers", "numpy", "pyarrow", "prefect", "mlflow", "dask", "reasoning-gym")
 
 
@@ -38,14 +40,21 @@ class Run:
     replay_of: str = ""
 
 
+def check_run_id(run_id: str) -> None:
+    """Raise ConfigError unless a run may be called so: its id is a folder's name and part of a URL."""
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"run id {run_id!r}: expected letters, digits, dots, dashes and underscores, 100 at most")
+
+
 def create_run(config: RunConfig, run_id: str | None = None, *, replay_of: str = "") -> Run:
     """Write run.json below config.store and return the run.
 
     Raises:
-        ConfigError: a run of that id exists.
+        ConfigError: a run of that id exists, or none may be called so.
         StoreError: the store cannot be written.
     """
     run_id = run_id or f"{config.name}-{secrets.token_hex(3)}"
+    check_run_id(run_id)
     store = open_store(config.store).at(run_id)
     body = {
         "id": run_id,
