@@ -128,6 +128,28 @@ class Opob(Part):
     type: Literal["opob"] = "opob"
     normalize: bool = True
     """Divide by the group's standard deviation (n)."""
+    by_length: bool = False
+    """Divide each squared norm by the response's squared length (tokens)."""
+
+
+class Otb(Part):
+    """The reward from a token on, minus the group's optimal baseline at that place (optimal token baseline).
+
+    The baseline weighs what the group's samples still earn by how much their gradients have scattered up to there:
+    the squared norm of each log-probability's gradient by logits, summed from the response's beginning, times the
+    squared importance weights where there are any. Costs a forward pass.
+    """
+
+    type: Literal["otb"] = "otb"
+
+
+class Remax(Part):
+    """The reward from a token on, minus the reward of the policy's greedy response (ReMax).
+
+    That response is the last sample of each group (rollout.greedy_sample); it is not in the loss.
+    """
+
+    type: Literal["remax"] = "remax"
 
 
 class ValueHead(Part):
@@ -189,8 +211,8 @@ class FrozenHead(ValueHead):
 class FrozenValue(Part):
     """The value of each sampled token by a model that was fitted first and then frozen (DVPO; formula from notes).
 
-    It is fitted by temporal differences on what version 0 samples, for `value.warmup_steps` commits, on hidden states
-    (never those of a policy that has moved) and token embeddings. The published method conditions it on sampled
+    It is fitted by temporal differences on what version 0 samples, for `value.warmup_steps` commits, on the hidden
+    state that each token leads to (never one of a policy that has moved). The published method conditions it on sampled
     context as well, which is left out; that the target is detached and advantages are whitened is our reading.
     """
 
@@ -246,6 +268,13 @@ class Tree(Part):
     type: Literal["tree"] = "tree"
     among: Literal["depth", "siblings"] = "depth"
     """Compare with all branches after as many branchings, or only with those that begin at the same place (TRACE)."""
+    fusion: Literal["mean", "likelihood"] = "mean"
+    """The value of a branch: the mean over the samples that share it, or over the branches that go on from it, weighed
+    by the softmax of their mean log-probability by token (the source's is the mean over an image's dimensions)."""
+    keep_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the last branches of each split that count, at least one; the others get 0 (width pruning)."""
+    keep: Literal["best", "best_and_worst"] = "best"
+    """Which count: those of the largest value, or half of them those of the smallest."""
     eps: float = Field(default=1e-8, ge=0)
     """Added to the standard deviation (reward)."""
     least_std: float = Field(default=1e-6, ge=0)
@@ -267,6 +296,8 @@ Advantage = Annotated[
     | AsymRe
     | Gpg
     | Opob
+    | Otb
+    | Remax
     | Gae
     | FrozenValue
     | PassAtK

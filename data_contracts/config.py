@@ -14,6 +14,8 @@ from data_contracts.algorithm import (
     EwmaProximal,
     OffContextWeights,
     Opob,
+    Otb,
+    Remax,
     SlowFastUpdate,
     SnapshotProximal,
     Tree,
@@ -319,6 +321,23 @@ class RunConfig(Frozen):
             raise ValueError(
                 "algorithm.importance 'off_context' has no effect without guidance: set rollout.guided_samples"
             )
+        is_remax, is_greedy = isinstance(self.algorithm.advantage, Remax), rollout.greedy_sample
+        if is_remax and not is_greedy:
+            raise ValueError("algorithm.advantage 'remax' compares with a greedy response: set rollout.greedy_sample")
+        if is_greedy and not is_remax:
+            raise ValueError(
+                "rollout.greedy_sample is the baseline of algorithm.advantage 'remax' alone: choose it, or leave it out"
+            )
+        if is_greedy and (size < 2 or rollout.branching is not None or rollout.guided_samples == size):
+            raise ValueError(
+                f"rollout.greedy_sample is one of {size} samples, from the plain prompt: it wants samples_per_group 2 "
+                "or more, no rollout.branching, and fewer rollout.guided_samples"
+            )
+        if is_greedy and isinstance(self.curriculum.sampler, PilotCommitSampler | AeroSampler):
+            raise ValueError(
+                f"rollout.greedy_sample with curriculum.sampler {self.curriculum.sampler.type!r}, which samples groups "
+                "in parts: each would have one; choose another sampler"
+            )
         if isinstance(self.algorithm.advantage, Tree) and rollout.branching is None:
             raise ValueError("algorithm.advantage 'tree' needs a tree: set rollout.branching, or use advantage 'grpo'")
 
@@ -342,6 +361,8 @@ class RunConfig(Frozen):
         advantage, proximal, reason, instead = algorithm.advantage, algorithm.proximal, "", ""
         if isinstance(advantage, Opob):
             reason = "algorithm.advantage 'opob' needs each sample's own gradient, which ranks do not have"
+        elif isinstance(advantage, Otb):
+            reason = "algorithm.advantage 'otb' needs whole distributions from a whole policy"
         elif algorithm.value is not None:
             reason = f"algorithm.advantage {advantage.type!r} has a value model, which needs a whole policy"
         elif isinstance(algorithm.update, SlowFastUpdate):

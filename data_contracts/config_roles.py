@@ -59,6 +59,9 @@ class RolloutConfig(Frozen):
     guided_samples: int = Field(default=0, ge=0)
     """Samples of each group whose prompt holds the env's guidance (a hint, or the beginning of a solution); they are
     trained on the prompt without it, so an importance such as off_context should account for it."""
+    greedy_sample: bool = False
+    """The last sample of each group takes the likeliest token everywhere (its temperature is 0): the baseline of
+    advantage `remax`, never in the loss itself."""
     branching: Branching | None = None
     """Roll groups out as trees, for advantage `tree`; None begins every sample at the prompt."""
 

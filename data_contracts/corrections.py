@@ -81,8 +81,16 @@ class TruncatedWeights(WeightPart):
     """One ratio per token, or for all tokens of a sequence the product or the geometric mean of theirs."""
     cap: float = Field(default=2.0, gt=0)
     """Largest weight."""
+    floor: float = Field(default=0.0, ge=0)
+    """Smallest weight."""
     normalize: bool = False
     """Divide by the mean weight of the update, over tokens or (for the other levels) over sequences."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> "TruncatedWeights":
+        if self.floor >= self.cap:
+            raise ValueError(f"floor {self.floor} is not below cap {self.cap}: every weight would be the same")
+        return self
 
     @property
     def needs_whole_update(self) -> bool:
@@ -108,6 +116,33 @@ class MaskedWeights(WeightPart):
     def _is_a_band(self) -> "MaskedWeights":
         if self.low >= self.high:
             raise ValueError(f"low {self.low} is not below high {self.high}: no token would be kept")
+        return self
+
+
+class KlMaskedWeights(WeightPart):
+    """Tokens or sequences leave the loss where proximal and behavior policy diverge too far (verl, AReaL).
+
+    With d = log behavior - log proximal of a token, k1 is d, k2 half its square, k3 exp(-d) - 1 + d. The sign of k1 is
+    verl's; AReaL's is the opposite one. Denominators stay, where verl counts after the masking.
+    """
+
+    type: Literal["kl_masked"] = "kl_masked"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """What is measured of each token (nats, or nats squared)."""
+    over: Literal["token", "sum", "mean", "max"] = "mean"
+    """What must lie in the band: a token's own, or the sum, mean or maximum over its sequence."""
+    low: float | None = None
+    """Smallest value kept, itself included; None keeps all below `high`. Only k1 has values below 0."""
+    high: float = 0.01
+    """Largest value kept, itself included (our choice)."""
+    weight: Literal["ratio", "one"] = "one"
+    """What counts for a token that stays: its ratio, or 1, which only rejects."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> "KlMaskedWeights":
+        low = self.low if self.estimator == "k1" else max(self.low or 0.0, 0.0)
+        if low is not None and low >= self.high:
+            raise ValueError(f"low {low} is not below high {self.high}: no token would be kept")
         return self
 
 
@@ -169,7 +204,13 @@ class OffContextWeights(WeightPart):
 
 
 Importance = Annotated[
-    NoWeights | TruncatedWeights | MaskedWeights | MomentMaskedWeights | AdaptiveWeights | OffContextWeights,
+    NoWeights
+    | TruncatedWeights
+    | MaskedWeights
+    | KlMaskedWeights
+    | MomentMaskedWeights
+    | AdaptiveWeights
+    | OffContextWeights,
     Field(discriminator="type"),
 ]
 

@@ -93,6 +93,8 @@ class Topr(LossPart):
     """Good samples by likelihood, others weighted by the ratio cut off at 1 (TOPR, by token)."""
 
     type: Literal["topr"] = "topr"
+    cut: Literal["wrong", "all"] = "wrong"
+    """Which samples are weighted by the ratio: those without a positive reward, or all."""
 
 
 class M2po(LossPart):

@@ -117,6 +117,16 @@ PRESETS: dict[str, Preset] = {
         "GRPO for pass@k; verl",
         {"advantage": {"type": "pass_at_k"}, "loss": CLIP},
     ),
+    "remax": Preset(
+        "reward minus that of the greedy response, likelihood gradient; wants rollout.greedy_sample",
+        "ReMax; verl",
+        {"advantage": {"type": "remax"}, "loss": REINFORCE},
+    ),
+    "otb": Preset(
+        "reward minus the group's optimal baseline at each place, clipped; costs a forward pass",
+        "optimal token baseline; verl",
+        {"advantage": {"type": "otb"}, "loss": CLIP},
+    ),
     "a_star_po": Preset(
         "regression of the log-ratio to version 0 on the reward above a smooth maximum of the group's",
         "A*-PO; trl (whose values come from samples of version 0)",
@@ -154,6 +164,14 @@ PRESETS: dict[str, Preset] = {
         "wants rollout.branching",
         "BranchGRPO; Fredreic1849/BranchGRPO",
         {"advantage": {"type": "tree"}, "loss": CLIP},
+    ),
+    "branch_grpo_likelihood": Preset(
+        "the same, the value of a branch weighed by how likely its continuations are, half of the last branches kept",
+        "BranchGRPO; Fredreic1849/BranchGRPO",
+        {
+            "advantage": {"type": "tree", "fusion": "likelihood", "keep_share": 0.5, "keep": "best_and_worst"},
+            "loss": CLIP,
+        },
     ),
     "trace": Preset(
         "values of branches relative to those that begin at the same place; wants rollout.branching",
@@ -340,6 +358,11 @@ PRESETS: dict[str, Preset] = {
             "importance": {"type": "masked", "level": "geometric", "low": 0.999, "high": 1.001, "weight": "one"},
             "loss": CLIP,
         },
+    ),
+    "kl_rs": Preset(
+        "the same, but sequences of a mean divergence (k3) above 0.01 are dropped, the others unweighted (limit ours)",
+        "rejection by a divergence; verl (whose denominators shrink with the sequences dropped), AReaL",
+        {"proximal": RECOMPUTED, "importance": {"type": "kl_masked"}, "loss": CLIP},
     ),
     "ais": Preset(
         "weights between none and the ratio, by how bad the mismatch is and how good the weights are",

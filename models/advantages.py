@@ -21,8 +21,10 @@ from data_contracts.algorithm import (
     McGrpo,
     Opo,
     Opob,
+    Otb,
     PassAtK,
     ReinforcePlusPlus,
+    Remax,
     Rloo,
     Tree,
     TurnReturns,
@@ -30,7 +32,7 @@ from data_contracts.algorithm import (
 )
 from data_contracts.errors import ContractError
 from models.outcomes import Outcomes, deviation, divide, whiten
-from models.token_advantages import frozen_value, gae, tree, turn_returns, turns
+from models.token_advantages import frozen_value, gae, otb, remax, tree, turn_returns, turns
 
 __all__ = ["ADVANTAGES", "Outcomes"]
 
@@ -209,6 +211,8 @@ def opob(outcomes: Outcomes, cfg: Opob) -> Tensor:
     Where gradients were not measured all weights are equal.
     """
     weights = torch.ones_like(outcomes.rewards) if outcomes.score_weights is None else outcomes.score_weights
+    if cfg.by_length:
+        weights = weights / outcomes.lengths.clamp(min=1) ** 2
     total = outcomes.group_sum(weights)[outcomes.group]
     baseline = outcomes.group_sum(weights * outcomes.rewards)[outcomes.group] / (total + 1e-8)
     std = (outcomes.group_sum(outcomes.centered() ** 2)[outcomes.group] / outcomes.group_size()).sqrt()
@@ -233,6 +237,8 @@ ADVANTAGES: dict[type, Callable[..., Tensor]] = {
     ReinforcePlusPlus: reinforce_pp,
     Opo: opo,
     Opob: opob,
+    Otb: otb,
+    Remax: remax,
     MaxRl: maxrl,
     McGrpo: mc_grpo,
     Gdpo: gdpo,

@@ -9,8 +9,10 @@ model of that moment, and are not stored: a replay computes the same. Legend: N 
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, silu
@@ -21,8 +23,10 @@ from data_contracts.config import TrainConfig
 from models.logprobs import head_of
 from models.objective import NotFinite
 from models.optimizer import Optimizer, Snapshot
-from models.packing import packed_hidden
+from models.packed_attention import Packed
+from models.packing import pack, packed_hidden
 from models.plan import Microbatch, Update
+from models.samples import Sample
 from models.step import StepData
 from models.values import targets, token_rewards
 
@@ -61,14 +65,14 @@ class Critic:
         self.cfg, self._advantage = algorithm.value, algorithm.advantage
         self.is_frozen_after_warmup = isinstance(algorithm.advantage, FrozenValue)
         self._trunk = copy.deepcopy(model) if self.cfg.trunk == "own" else None
-        self._embedding = cast(nn.Embedding, (self._trunk or model).get_input_embeddings())
-        hidden = head_of(model).weight.shape[1]
-        self._num_features = hidden + (self._embedding.embedding_dim if self.is_frozen_after_warmup else 0)
-        self._head = Head(self._num_features, self.cfg.width).to(model.device)
+        self._width = head_of(model).weight.shape[1]
+        self._head = Head(self._width, self.cfg.width).to(model.device)
         parts = {"head": self._head} if self._trunk is None else {"head": self._head, "trunk": self._trunk}
         rate = TrainConfig(learning_rate=self.cfg.learning_rate, max_grad_norm=self.cfg.max_grad_norm)
         self._optimizer = Optimizer(nn.ModuleDict(parts), rate)
         self._seen = torch.empty(0)
+        self._samples: Sequence[Sample] = ()
+        self._packs: dict[tuple[int, ...], Packed] = {}
 
     @property
     def sees_policy(self) -> bool:
@@ -84,20 +88,21 @@ class Critic:
         """Whether in the step from `version` values learn and the policy stays."""
         return version < self.cfg.warmup_steps
 
-    def begin_step(self, num_tokens: int, model: PreTrainedModel) -> None:
-        """Forget the hidden states of the step before, and make room for `num_tokens` of this one's."""
-        shape = (num_tokens if self._trunk is None else 0, self._num_features)
+    def begin_step(self, data: StepData, model: PreTrainedModel) -> None:
+        """Forget the hidden states of the step before, and make room for those of this one's tokens."""
+        shape = (len(data.mask) if self._trunk is None else 0, self._width)
         self._seen = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self._samples, self._packs = data.samples, {}
 
-    def see(self, at: Tensor, hidden: Tensor, targets: Tensor) -> None:
-        """Take the hidden states that another model predicts tokens from.
+    def see(self, at: Tensor, hidden: Tensor) -> None:
+        """Take the hidden states [n, D] that values of the tokens at places [n] of the step are made from."""
+        self._seen[at.to(self._seen.device)] = hidden
 
-        Args:
-            at: [n] places of the tokens among those of the step.
-            hidden: [n, ...] hidden states.
-            targets: [n] the tokens.
-        """
-        self._seen[at.to(self._seen.device)] = self._with_token(hidden, targets)
+    @torch.no_grad()
+    def look(self, model: PreTrainedModel, parts: Sequence[Microbatch]) -> None:
+        """See all tokens of some parts under a model's present weights."""
+        for part in parts:
+            self.see(part.at, packed_hidden(model, self._packed(part)))
 
     @torch.no_grad()
     def values(self, parts: Sequence[Microbatch], num_tokens: int) -> Tensor:
@@ -148,15 +153,19 @@ class Critic:
         return total
 
     def _features(self, part: Microbatch) -> Tensor:
-        """Return what values of a microbatch are made from [n, D]."""
+        """Return what values of a microbatch's tokens are made from [n, D]."""
         if self._trunk is None:
             return self._seen[part.at.to(self._seen.device)]
-        packed = part.packed.to(self._trunk.device)
-        return self._with_token(packed_hidden(self._trunk, packed), packed.targets)
+        return packed_hidden(self._trunk, self._packed(part))
 
-    def _with_token(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return hidden states [n, D], and beside them what token was chosen where values are those of actions."""
-        return torch.cat([hidden, self._embedding(targets)], 1) if self.is_frozen_after_warmup else hidden
+    def _packed(self, part: Microbatch) -> Packed:
+        """Return a microbatch that asks for the states its tokens are sampled in, or that they lead to if judged."""
+        if not self.is_frozen_after_warmup:
+            return part.packed
+        key = tuple(part.members)
+        if key not in self._packs:
+            self._packs[key] = pack([one_further(self._samples[i]) for i in part.members])
+        return self._packs[key]
 
     def snapshot(self) -> Snapshot:
         """Copy everything that learning changes."""
@@ -182,6 +191,15 @@ class Critic:
             ContractError: it is of another value model, or there is none.
         """
         self._optimizer.load({name.removeprefix(PREFIX): t for name, t in tensors.items()}, scalars)
+
+
+def one_further(sample: Sample) -> Sample:
+    """Return a sample that asks for the token behind each sampled one: that state knows what was sampled."""
+    return replace(
+        sample,
+        response_ids=np.append(sample.response_ids, sample.response_ids[-1:]),
+        action_mask=np.insert(sample.action_mask, 0, False),
+    )
 
 
 def value_loss(values: Tensor, targets: Tensor, old: Tensor, clip: float | None, count: int) -> Tensor:

@@ -1,18 +1,21 @@
-"""What is measured of every step, whatever the algorithm: pure functions of flat tensors.
+"""What is measured of every step, whatever the algorithm: pure functions of flat tensors on the CPU.
 
-Legend: S samples, N tokens. Names of metrics are declared in data_contracts/metrics.py.
+Beside the forward and backward pass of a small step every operation here counts: they are numpy's, whose calls cost a
+fraction of torch's. Legend: S samples, N tokens, n tokens of the loss. Names of metrics are declared in
+data_contracts/metrics.py.
 """
 
+import math
+
 import numpy as np
-import torch
 from torch import Tensor
 
 from data_contracts.metrics import check_names
-from models.regularizers import kl_estimate
 from models.step import StepData
-from models.tokens import MAX_LOG_RATIO, log_ratio, sequence_lengths, sequence_mean, sequence_sum
+from models.tokens import MAX_LOG_RATIO, sequence_lengths, sequence_sum
 
 Metrics = dict[str, float]
+Histograms = dict[str, dict[str, float]]
 
 FAR = 2.0
 """Ratios above this, and below its inverse, are counted."""
@@ -34,60 +37,70 @@ def sequence_sample_size(log: Tensor, mask: Tensor, sequence: Tensor, num_sequen
 
 def ratio_metrics(logp: Tensor, behavior: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Metrics:
     """Measure current over behavior probability on the tokens [N] of the loss."""
-    if not mask.any():
+    inside = mask.numpy()
+    log = _log_ratio(logp, behavior, inside)
+    if not len(log):
         return {}
-    log = log_ratio(logp, behavior, mask).double()
-    ratio = log.exp()[mask]
-    low, middle, high = np.quantile(ratio.numpy(), (0.05, 0.5, 0.95)).tolist()  # torch.quantile ends at 2^24 elements
-    products = sequence_sum(log, mask, sequence, num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    present = sequence_lengths(mask, sequence, num_sequences) > 0
-    products = products[present]
-    gap = -sequence_mean(log, mask, sequence, num_sequences)[present]
+    owner = sequence.numpy()[inside]
+    lengths = np.bincount(owner, minlength=num_sequences)
+    present = lengths > 0
+    sums = np.bincount(owner, log, num_sequences)[present]
+    gap = -sums / lengths[present]
+    products = np.exp(sums.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = np.sort(np.exp(log))
+    mean, square, square_of_products = _mean(ratio), _mean(ratio**2), _mean(products**2)
     return {
-        "policy/ratio_mean": ratio.mean().item(),
-        "policy/ratio_max": ratio.max().item(),
-        "policy/ratio_min": ratio.min().item(),
-        "policy/ratio_p05": low,
-        "policy/ratio_p50": middle,
-        "policy/ratio_p95": high,
-        "policy/ess_token": effective_sample_size(ratio),
-        "policy/ess_sequence": effective_sample_size(products),
-        "policy/kl_behavior": kl_estimate(-log[mask], "k3").mean().item(),
-        "policy/second_moment": (log[mask] ** 2).mean().item(),
-        "policy/chi2_token": (ratio**2).mean().item() - 1,
-        "policy/chi2_sequence": (products**2).mean().item() - 1,
-        "policy/ratio_above": (ratio > FAR).double().mean().item(),
-        "policy/ratio_below": (ratio < 1 / FAR).double().mean().item(),
-        "policy/log_ppl_gap": gap.mean().item(),
-        "policy/ppl_ratio": gap.exp().mean().item(),
+        "policy/ratio_mean": mean,
+        "policy/ratio_max": float(ratio[-1]),
+        "policy/ratio_min": float(ratio[0]),
+        "policy/ratio_p05": _quantile(ratio, 0.05),
+        "policy/ratio_p50": _quantile(ratio, 0.5),
+        "policy/ratio_p95": _quantile(ratio, 0.95),
+        "policy/ess_token": mean**2 / square,
+        "policy/ess_sequence": _mean(products) ** 2 / square_of_products,
+        "policy/kl_behavior": mean - 1 - _mean(log),
+        "policy/second_moment": _mean(log**2),
+        "policy/chi2_token": square - 1,
+        "policy/chi2_sequence": square_of_products - 1,
+        "policy/ratio_above": 1 - float(ratio.searchsorted(FAR, "right")) / len(ratio),
+        "policy/ratio_below": float(ratio.searchsorted(1 / FAR, "left")) / len(ratio),
+        "policy/log_ppl_gap": _mean(gap),
+        "policy/ppl_ratio": _mean(np.exp(gap)),
     }
 
 
 def lag_metrics(data: StepData, logp: Tensor, mask: Tensor, cut: Tensor) -> Metrics:
     """Measure the tokens [N] of the loss by age, in buckets 0, 1, 2-3, 4-7 and so on; rewards by the oldest token."""
-    if not mask.any():
+    inside = mask.numpy()
+    log = _log_ratio(logp, data.behavior, inside)
+    if not len(log):
         return {}
-    at = _bucket((data.version - data.versions)[mask])
-    log = log_ratio(logp, data.behavior, mask).double()[mask]
-    ratio = log.exp()
-    count = torch.bincount(at)
-    columns = {"ratio_mean": ratio, "kl": kl_estimate(-log, "k3"), "clip_fraction": cut[mask].double()}
-    means = {name: torch.bincount(at, values) / count.clamp(min=1) for name, values in columns.items()}
-    means["ratio_max"] = torch.zeros(len(count), dtype=torch.float64).scatter_reduce(0, at, ratio, "amax")
-    metrics = _named("lag", means, count) | {
-        f"lag/tokens/{_bucket_name(i)}": float(n) for i, n in enumerate(count) if n
-    }
-    oldest = torch.full((len(data.samples),), -1).scatter_reduce(0, data.sequence, data.version - data.versions, "amax")
+    age = (data.version - data.versions).numpy()
+    at, ratio = _bucket(age[inside]), np.exp(log)
+    count = np.bincount(at)
+    columns = {"ratio_mean": ratio, "kl": ratio - 1 - log, "clip_fraction": cut.numpy()[inside]}
+    means = {name: np.bincount(at, values) / np.maximum(count, 1) for name, values in columns.items()}
+    means["ratio_max"] = np.zeros(len(count))
+    np.maximum.at(means["ratio_max"], at, ratio)
+    means["tokens"] = count.astype(np.float64)
+    oldest = _oldest(data, age)
     known = oldest >= 0
     of_sample = _bucket(oldest[known])
-    samples = torch.bincount(of_sample)
-    rewards = torch.bincount(of_sample, data.rewards[known]) / samples.clamp(min=1)
-    return metrics | _named("lag", {"reward": rewards}, samples)
+    samples = np.bincount(of_sample)
+    rewards = np.bincount(of_sample, data.rewards.numpy()[known]) / np.maximum(samples, 1)
+    return _named("lag", means, count) | _named("lag", {"reward": rewards}, samples)
 
 
-def _bucket(age: Tensor) -> Tensor:
+def _oldest(data: StepData, age: np.ndarray) -> np.ndarray:
+    """Return the age of each sample's oldest token [S], -1 where none is 0 or more."""
+    oldest = np.full(len(data.samples), -1)
+    np.maximum.at(oldest, data.sequence.numpy(), age)
+    return oldest
+
+
+def _bucket(age: np.ndarray) -> np.ndarray:
     """Return the bucket of each age: 0 for 0, then one for every doubling; a negative age counts as 0."""
-    return torch.where(age > 0, age.clamp(min=1).double().log2().floor().long() + 1, torch.zeros_like(age))
+    return np.frexp(np.maximum(age, 0).astype(np.float64))[1]
 
 
 def _bucket_name(index: int) -> str:
@@ -95,94 +108,97 @@ def _bucket_name(index: int) -> str:
     return str(low) if low >= high else f"{low}-{high}"
 
 
-def _named(folder: str, columns: dict[str, Tensor], count: Tensor) -> Metrics:
+def _named(folder: str, columns: dict[str, np.ndarray], count: np.ndarray) -> Metrics:
+    found = {index: _bucket_name(index) for index in np.flatnonzero(count).tolist()}
     return {
-        f"{folder}/{name}/{_bucket_name(index)}": values[index].item()
+        f"{folder}/{name}/{bucket}": float(values[index])
         for name, values in columns.items()
-        for index in torch.nonzero(count)[:, 0].tolist()
+        for index, bucket in found.items()
     }
 
 
 def mismatch_metrics(start_logp: Tensor, behavior: Tensor, same_version: Tensor) -> Metrics:
     """Compare sampler and trainer on tokens [N] that both computed under the same weights."""
-    known = same_version & ~start_logp.isnan()
-    if not known.any():
-        return {"policy/mismatch_tokens": 0.0}
+    known = same_version.numpy() & ~np.isnan(start_logp.numpy())
     # tokens were drawn from the behavior policy: k3 takes log behavior - log trainer
-    difference = log_ratio(behavior, start_logp, known).double()[known]
+    difference = _log_ratio(behavior, start_logp, known)
+    if not len(difference):
+        return {"policy/mismatch_tokens": 0.0}
+    mean = _mean(difference)
     return {
-        "policy/mismatch_tokens": float(known.sum()),
-        "policy/mismatch_k1": difference.mean().item(),
-        "policy/mismatch_k3": kl_estimate(difference, "k3").mean().item(),
-        "policy/mismatch_ratio": difference.abs().max().exp().item(),
+        "policy/mismatch_tokens": float(len(difference)),
+        "policy/mismatch_k1": mean,
+        "policy/mismatch_k3": _mean(np.exp(-difference)) - 1 + mean,
+        "policy/mismatch_ratio": math.exp(np.abs(difference).max()),
     }
 
 
-def staleness_metrics(data: StepData) -> tuple[Metrics, dict[str, dict[str, float]]]:
+def staleness_metrics(data: StepData) -> tuple[Metrics, Histograms]:
     """Measure the age of every sampled token, in versions, at consumption."""
-    age = data.version - data.versions
-    if not age.numel():
+    age = (data.version - data.versions).numpy()
+    if not age.size:
         return {"staleness/excluded_tokens": 0.0}, {"staleness/tokens": {}, "staleness/samples": {}}
-    oldest = torch.full((len(data.samples),), -1).scatter_reduce(0, data.sequence, age, "amax")
-    is_reused = torch.tensor([sample.max_age is not None for sample in data.samples])[data.sequence]
-    metrics: Metrics = {"staleness/excluded_tokens": float((~data.fresh).sum())}
-    if is_reused.any():
-        metrics["reuse/tokens"] = float((is_reused & data.fresh).sum())
-        metrics["reuse/age_max"] = float(age[is_reused & data.fresh].max()) if metrics["reuse/tokens"] else 0.0
+    oldest, fresh = _oldest(data, age), data.fresh.numpy()
+    metrics: Metrics = {"staleness/excluded_tokens": float(len(fresh) - fresh.sum())}
+    own = ~data.is_reused
+    if own.all():
+        offered, counted = age[fresh], age
+    else:
+        is_own = own[data.sequence.numpy()]
+        offered, counted = age[fresh & is_own], age[is_own]
+        reused = age[fresh & ~is_own]
+        metrics |= {"reuse/tokens": float(len(reused)), "reuse/age_max": float(reused.max(initial=0))}
         metrics |= {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/p95": 0.0}
-    offered = age[data.fresh & ~is_reused]
-    if offered.numel():
+    if offered.size:
+        at = math.ceil(0.95 * (len(offered) - 1))
         metrics |= {
-            "staleness/mean": offered.double().mean().item(),
+            "staleness/mean": _mean(offered),
             "staleness/max": float(offered.max()),
-            "staleness/p95": float(np.quantile(offered.numpy(), 0.95, method="higher")),
+            "staleness/p95": float(np.partition(offered, at)[at]),
         }
-    is_own = torch.tensor([sample.max_age is None for sample in data.samples]) & (oldest >= 0)
-    return metrics, {"staleness/tokens": _count(age[~is_reused]), "staleness/samples": _count(oldest[is_own])}
+    return metrics, {"staleness/tokens": _count(counted), "staleness/samples": _count(oldest[own & (oldest >= 0)])}
 
 
 def reward_metrics(data: StepData) -> Metrics:
-    """Measure rewards, groups without contrast, and the mean of each named component."""
-    rewards, size = data.rewards, max(len(data.samples), 1)
-    low = torch.full((data.num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, data.group, rewards, "amin")
-    high = torch.full((data.num_groups,), -torch.inf, dtype=torch.float64).scatter_reduce(
-        0, data.group, rewards, "amax"
-    )
+    """Measure rewards (without those of greedy responses), groups without contrast, and the mean of each component."""
+    rewards, group = data.rewards.numpy(), data.group.numpy()
+    if not rewards.size:
+        return {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_groups": 0.0}
+    low, high = np.full(data.num_groups, np.inf), np.full(data.num_groups, -np.inf)
+    np.minimum.at(low, group, rewards)
+    np.maximum.at(high, group, rewards)
+    sampled = rewards if data.greedy is None else rewards[~data.greedy.numpy()]
     metrics = {
-        "reward/mean": rewards.sum().item() / size,
-        "reward/std": ((rewards - rewards.mean()) ** 2).mean().sqrt().item() if len(data.samples) else 0.0,
-        "reward/zero_variance_groups": (low == high).double().mean().item() if data.num_groups else 0.0,
+        "reward/mean": _mean(sampled),
+        "reward/std": float(sampled.std()) if len(sampled) else 0.0,
+        "reward/zero_variance_groups": _mean(low == high),
     }
-    named: dict[str, list[float]] = {}
-    for sample in data.samples:
-        for name, value in sample.components.items():
-            named.setdefault(name, []).append(value)
-    return metrics | {f"reward/component/{name.replace('/', '.')}": sum(v) / len(v) for name, v in named.items()}
+    named = {name: values.numpy() for name, values in data.components.items()}
+    return metrics | {f"reward/component/{n.replace('/', '.')}": _mean(v[~np.isnan(v)]) for n, v in named.items()}
 
 
-def length_metrics(data: StepData) -> tuple[Metrics, dict[str, dict[str, float]]]:
+def length_metrics(data: StepData) -> tuple[Metrics, Histograms]:
     """Measure response lengths, by outcome relative to the group's mean reward, and truncation."""
     if not data.samples:
         return {}, {"length/tokens": {}}
-    lengths = torch.tensor([len(s.response_ids) for s in data.samples], dtype=torch.float64)
-    total = torch.zeros(data.num_groups, dtype=torch.float64).index_add(0, data.group, data.rewards)
-    mean = (total / torch.bincount(data.group, minlength=data.num_groups))[data.group]
-    truncated = sum(s.finish_reason == "length" for s in data.samples)
+    lengths, rewards, group = data.lengths, data.rewards.numpy(), data.group.numpy()
+    mean = (np.bincount(group, rewards) / np.maximum(np.bincount(group), 1))[group]
     metrics = {
-        "length/mean": lengths.mean().item(),
-        "length/max": lengths.max().item(),
-        "length/truncated": truncated / len(data.samples),
+        "length/mean": _mean(lengths),
+        "length/max": float(lengths.max()),
+        "length/truncated": _mean(data.is_truncated),
     }
-    for name, chosen in (("length/better", data.rewards > mean), ("length/worse", data.rewards < mean)):
+    for name, chosen in (("length/better", rewards > mean), ("length/worse", rewards < mean)):
         if chosen.any():
-            metrics[name] = lengths[chosen].mean().item()
-    ends = 2 ** lengths.clamp(min=1).log2().ceil().long()
-    return metrics, {"length/tokens": _count(ends)}
+            metrics[name] = _mean(lengths[chosen])
+    doublings = np.frexp(np.maximum(lengths - 1, 0).astype(np.float64))[1]
+    return metrics, {"length/tokens": {str(1 << int(d)): n for d, n in _count(doublings).items()}}
 
 
+@np.errstate(invalid="ignore", over="ignore")  # what is not finite has been reported by who trains on it
 def measure(
     data: StepData, logp: Tensor, start_logp: Tensor, proximal: Tensor, entropy: Tensor, cut: Tensor
-) -> tuple[Metrics, dict[str, dict[str, float]]]:
+) -> tuple[Metrics, Histograms]:
     """Measure a whole step on the tokens [N] of `data`.
 
     Args:
@@ -208,16 +224,40 @@ def measure(
     lengths, length_histogram = length_metrics(data)
     metrics |= lengths
     histograms |= length_histogram
-    if mask.any():
-        metrics["policy/kl_proximal"] = kl_estimate(log_ratio(proximal, logp, mask).double()[mask], "k3").mean().item()
-        metrics["policy/entropy"] = entropy[mask].double().mean().item()
-    metrics["train/tokens"] = float(mask.sum())
+    inside = mask.numpy()
+    log = _log_ratio(logp, proximal, inside)
+    if len(log):
+        metrics["policy/kl_proximal"] = _mean(np.exp(log)) - 1 - _mean(log)
+        metrics["policy/entropy"] = _mean(entropy.numpy()[inside].astype(np.float64))
+    metrics["train/tokens"] = float(len(log))
     metrics["train/samples"] = float(len(data.samples))
     metrics["train/groups"] = float(data.num_groups)
     check_names(metrics, histograms)
     return metrics, histograms
 
 
-def _count(values: Tensor) -> dict[str, float]:
-    found, counts = torch.unique(values, return_counts=True)
-    return {str(int(v)): float(c) for v, c in zip(found, counts, strict=True)}
+def _log_ratio(numerator: Tensor, denominator: Tensor, inside: np.ndarray) -> np.ndarray:
+    """Return the clamped difference of two log-probabilities on the tokens [n] inside, as float64."""
+    difference = numerator.numpy()[inside] - denominator.numpy()[inside]
+    return difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO).astype(np.float64)
+
+
+def _mean(values: np.ndarray) -> float:
+    """Return the mean; 0 of nothing."""
+    return float(np.add.reduce(values, dtype=np.float64)) / max(len(values), 1)
+
+
+def _quantile(ascending: np.ndarray, share: float) -> float:
+    """Return a quantile between the two values next to it."""
+    at = share * (len(ascending) - 1)
+    low, high = ascending[math.floor(at)], ascending[math.ceil(at)]
+    return float(low + (high - low) * (at - math.floor(at)))
+
+
+def _count(values: np.ndarray) -> dict[str, float]:
+    """Return how often each whole number occurs."""
+    if not values.size:
+        return {}
+    least = int(values.min())
+    counts = np.bincount(values - least)
+    return {str(least + i): float(counts[i]) for i in np.flatnonzero(counts).tolist()}

@@ -17,6 +17,7 @@ from data_contracts.algorithm import (
     EwmaProximal,
     FailureVeto,
     InterpolatedProximal,
+    KlMaskedWeights,
     MaskedWeights,
     MomentMaskedWeights,
     NoWeights,
@@ -28,6 +29,7 @@ from data_contracts.algorithm import (
     TruncatedWeights,
     Veto,
 )
+from models.regularizers import kl_estimate
 from models.tokens import (
     MAX_LOG_RATIO,
     TokenBatch,
@@ -48,8 +50,8 @@ def none(batch: TokenBatch, cfg: NoWeights) -> tuple[Tensor, Tensor]:
 
 
 def truncated(batch: TokenBatch, cfg: TruncatedWeights) -> tuple[Tensor, Tensor]:
-    """Return min(ratio, cap) by token or sequence, perhaps by the mean of the update, and the mask as it is."""
-    weights = ratio_of(batch, cfg.level).clamp(max=cfg.cap)
+    """Return the ratio between floor and cap by token or sequence, perhaps by the update's mean; the mask as it is."""
+    weights = ratio_of(batch, cfg.level).clamp(cfg.floor, cfg.cap)
     if not cfg.normalize or not batch.mask.any():
         return weights, batch.mask
     if cfg.level == "token":
@@ -67,6 +69,24 @@ def masked(batch: TokenBatch, cfg: MaskedWeights) -> tuple[Tensor, Tensor]:
     ratio = ratio_of(batch, cfg.level)
     kept = batch.mask & (ratio >= cfg.low) & (ratio <= cfg.high)
     return ratio if cfg.weight == "ratio" else torch.ones_like(ratio), kept
+
+
+def kl_masked(batch: TokenBatch, cfg: KlMaskedWeights) -> tuple[Tensor, Tensor]:
+    """Return the ratio or 1 by token, and the mask without what diverges too far."""
+    log = log_ratio(batch.proximal.detach(), batch.behavior, batch.mask)
+    found = kl_estimate(-log, cfg.estimator)
+    if cfg.over == "sum":
+        found = sequence_sum(found, batch.mask, batch.sequence, batch.num_sequences)[batch.sequence]
+    elif cfg.over == "mean":
+        found = sequence_mean(found, batch.mask, batch.sequence, batch.num_sequences)[batch.sequence]
+    elif cfg.over == "max":
+        lowest = torch.full((batch.num_sequences,), -math.inf, dtype=found.dtype, device=found.device)
+        inside = torch.where(batch.mask, found, torch.full_like(found, -math.inf))
+        found = lowest.scatter_reduce(0, batch.sequence, inside, "amax")[batch.sequence]
+    kept = batch.mask & (found <= cfg.high)
+    if cfg.low is not None:
+        kept &= found >= cfg.low
+    return log.exp() if cfg.weight == "ratio" else torch.ones_like(log), kept
 
 
 def moment_masked(batch: TokenBatch, cfg: MomentMaskedWeights) -> tuple[Tensor, Tensor]:
@@ -201,6 +221,7 @@ WEIGHTS: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {
     NoWeights: none,
     TruncatedWeights: truncated,
     MaskedWeights: masked,
+    KlMaskedWeights: kl_masked,
     MomentMaskedWeights: moment_masked,
     AdaptiveWeights: adaptive,
     OffContextWeights: off_context,

@@ -71,6 +71,19 @@ def target_logprobs(
     )
 
 
+@torch.no_grad()
+def collisions(
+    hidden: Tensor, head: Head, temperature: Tensor | None = None, *, max_logits: int = MAX_LOGITS
+) -> Tensor:
+    """Return the sum of squared probabilities over the vocabulary, [N] float32; arguments as in `target_logprobs`."""
+    found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    for rows in _chunks(len(hidden), max(1, max_logits // len(head.weight))):
+        heat = None if temperature is None else temperature[rows]
+        logits, _ = _logits(hidden[rows], head.weight, head.bias, heat, head.scale, head.softcap)
+        found[rows] = ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+    return found
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]

@@ -121,10 +121,9 @@ def gmpo(batch: TokenBatch, cfg: Gmpo) -> TokenLoss:
 
 
 def topr(batch: TokenBatch, cfg: Topr) -> TokenLoss:
-    """Return -A logp for samples with a positive raw reward, else -sg[min(r, 1)] A logp."""
-    del cfg
+    """Return -A logp for samples with a positive raw reward, unless all are cut; else -sg[min(r, 1)] A logp."""
     _, log = _advantages_and_log_ratio(batch)
-    good = batch.rewards[batch.sequence] > 0
+    good = (batch.rewards[batch.sequence] > 0) & (cfg.cut == "wrong")
     ratio = log.detach().exp()
     weight = torch.where(good, torch.ones_like(ratio), ratio.clamp(max=1.0))
     return TokenLoss(_likelihood(batch, weight), torch.zeros_like(good), ~good & (ratio > 1))

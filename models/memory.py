@@ -54,9 +54,9 @@ class Memory:
         self._bonus = next((r for r in algorithm.regularizers if isinstance(r, AdaptiveEntropy)), None)
         is_near = any(isinstance(r, KlPenalty) and r.towards == "reference" for r in algorithm.regularizers)
         is_judge = isinstance(algorithm.advantage, FrozenValue) and algorithm.advantage.value.trunk == "policy"
-        self.reference = (
-            _copy(parameters) if is_near or is_judge or algorithm.loss.uses_reference or algorithm.reward_kl else None
-        )
+        self.compares_with_reference = bool(is_near or algorithm.loss.uses_reference or algorithm.reward_kl)
+        """Whether log-probabilities under version 0 are asked for."""
+        self.reference = _copy(parameters) if self.compares_with_reference or is_judge else None
         """Weights of version 0, or None when nobody asks for them."""
         average = _copy(masters) if isinstance(self._proximal, EwmaProximal) else {}
         self.state = State(average=average)

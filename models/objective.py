@@ -4,19 +4,21 @@ Which proximal policy, importance weight, loss, filter, aggregation and regulari
 say. Legend: N sampled tokens of the step, n those of one microbatch.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data_contracts.algorithm import AlgorithmConfig
+from data_contracts.algorithm import AlgorithmConfig, NoWeights
 from models.aggregation import AGGREGATIONS, Totals
 from models.importance import FILTERS, PROXIMALS, WEIGHTS
-from models.losses import LOSSES
+from models.losses import LOSSES, TokenLoss
 from models.memory import Memory
 from models.regularizers import REGULARIZERS, kl_estimate
 from models.step import StepData
-from models.tokens import TokenBatch, log_ratio, select, sequence_lengths
+from models.tokens import TokenBatch, log_ratio, select
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class Objective:
         """
         step.logp[at], step.entropy[at] = logp.detach().cpu(), entropy.detach().cpu()
         if step.is_first:
-            step.start_logp[at] = step.logp[at]
+            step.start_logp[at] = logp.detach().cpu()
         batch = step.data.token_batch(
             members,
             at,
@@ -125,49 +127,82 @@ class Objective:
         proximal = PROXIMALS[type(self._algorithm.proximal)](batch, self._algorithm.proximal).detach()
         step.proximal[at] = proximal.cpu()
         batch = replace(batch, proximal=proximal)
-        _require_finite(step.data, at, batch, with_reference=self._memory.reference is not None)
-        loss = self._aggregate(batch, at, totals, step)
-        if not loss.isfinite():
+        _require_finite(step.data, at, batch, with_reference=self._memory.compares_with_reference)
+        loss, size = self._aggregate(batch, at, totals, step)
+        if not math.isfinite(size):
             names = "; ".join(step.data.samples[i].name for i in members[:4])
-            raise NotFinite(f"loss is {loss.item()} though its inputs are finite, in samples that start with {names}")
+            raise NotFinite(f"loss is {size} though its inputs are finite, in samples that start with {names}")
         return loss
 
-    def _aggregate(self, batch: TokenBatch, at: Tensor, totals: Totals, step: Underway) -> Tensor:
-        """Return weighted and filtered token losses and regularizers as one number."""
+    def weigh_scores(self, step: Underway, logp: Tensor, scores: Tensor) -> Tensor:
+        """Return scores of tokens [N] times their squared importance weights at the step's start, float64.
+
+        Args:
+            step: with what is known of other policies.
+            logp: [N] under the weights of the step's start.
+            scores: [N].
+        """
+        cfg, data = self._algorithm, step.data
+        if isinstance(cfg.importance, NoWeights):
+            return scores.double()
+        at = torch.arange(len(logp))
+        batch = data.token_batch(list(range(len(data.samples))), at, logp, logp, logp, anchor=step.anchor)
+        batch = replace(batch, proximal=PROXIMALS[type(cfg.proximal)](batch, cfg.proximal))
+        weights, _ = WEIGHTS[type(cfg.importance)](batch, cfg.importance)
+        return scores.double() * weights.double() ** 2
+
+    def _aggregate(self, batch: TokenBatch, at: Tensor, totals: Totals, step: Underway) -> tuple[Tensor, float]:
+        """Return weighted and filtered token losses and regularizers as one number, and what it is."""
         cfg = self._algorithm
         aggregate = AGGREGATIONS[type(cfg.aggregation)]
         weights, kept = WEIGHTS[type(cfg.importance)](batch, cfg.importance)
         for choice in cfg.filters:
             kept = kept & FILTERS[type(choice)](batch, choice)
         token = LOSSES[type(cfg.loss)](batch, cfg.loss)
-        policy = aggregate(select(kept, token.loss * weights), batch, cfg.aggregation, totals)
+        loss = aggregate(select(kept, token.loss * weights), batch, cfg.aggregation, totals)
         rest = [aggregate(REGULARIZERS[type(r)](batch, r), batch, cfg.aggregation, totals) for r in cfg.regularizers]
-        extra = sum(rest, torch.zeros((), device=policy.device))
-        step.cut[at] = ((token.cut_low | token.cut_high) & kept).cpu()
-        step.add("loss/policy", policy.item())
-        step.add("loss/regularizers", extra.item())
-        step.add("tokens", float(batch.mask.sum()))
-        step.add("loss/clip_fraction_low", float((token.cut_low & kept).sum()))
-        step.add("loss/clip_fraction_high", float((token.cut_high & kept).sum()))
-        step.add("loss/weight_mean", float(select(kept, weights).sum()))
-        step.add("loss/dropped_fraction", float((batch.mask & ~kept).sum()))
-        present, left = (sequence_lengths(m, batch.sequence, batch.num_sequences) > 0 for m in (batch.mask, kept))
-        step.add("loss/dropped_sequences", float((present & ~left).sum()))
-        step.add("sequences", float(present.sum()))
-        return policy + extra
+        policy, extra = loss.item(), 0.0
+        if rest:
+            pull = sum(rest[1:], rest[0])
+            loss, extra = loss + pull, pull.item()
+        step.add("loss/policy", policy)
+        step.add("loss/regularizers", extra)
+        _count(step, at, batch, token, kept, weights)
+        return loss, policy + extra
+
+
+def _count(step: Underway, at: Tensor, batch: TokenBatch, token: TokenLoss, kept: Tensor, weights: Tensor) -> None:
+    """Note where the trust region cut, and how much is left after weights and filters."""
+    mask, stays = batch.mask.cpu().numpy(), kept.cpu().numpy()
+    low, high = token.cut_low.cpu().numpy() & stays, token.cut_high.cpu().numpy() & stays
+    step.cut[at] = torch.from_numpy(low | high)
+    owner = batch.sequence.cpu().numpy()
+    present, left = np.zeros(batch.num_sequences, bool), np.zeros(batch.num_sequences, bool)
+    present[owner[mask]], left[owner[stays]] = True, True
+    step.add("tokens", float(np.count_nonzero(mask)))
+    step.add("loss/clip_fraction_low", float(np.count_nonzero(low)))
+    step.add("loss/clip_fraction_high", float(np.count_nonzero(high)))
+    step.add("loss/weight_mean", float(weights.detach().cpu().numpy()[stays].sum(dtype=np.float64)))
+    step.add("loss/dropped_fraction", float(np.count_nonzero(mask & ~stays)))
+    step.add("loss/dropped_sequences", float(np.count_nonzero(present & ~left)))
+    step.add("sequences", float(np.count_nonzero(present)))
 
 
 def _require_finite(data: StepData, at: Tensor, batch: TokenBatch, *, with_reference: bool) -> None:
     """Raise NotFinite, naming the first sample and quantity that would spoil the loss."""
-    reference = [("reference log-probability", batch.reference)] if with_reference else []
-    for quantity, values in (
-        *reference,
-        ("behavior log-probability", batch.behavior),
-        ("advantage", batch.advantages),
-        ("log-probability", batch.logp),
-        ("proximal log-probability", batch.proximal),
-        ("entropy", batch.entropy),
-    ):
+    quantities = {
+        "behavior log-probability": batch.behavior,
+        "advantage": batch.advantages,
+        "log-probability": batch.logp.detach(),
+        "proximal log-probability": batch.proximal,
+        "entropy": batch.entropy.detach(),
+    }
+    if with_reference:
+        quantities = {"reference log-probability": batch.reference} | quantities
+    # a sum is finite only if every one of its terms is: nearly always there is nothing to look for
+    if math.isfinite(select(batch.mask, torch.stack(list(quantities.values()))).sum().item()):
+        return
+    for quantity, values in quantities.items():
         broken = torch.nonzero(batch.mask & ~values.isfinite())[:, 0]
         if broken.numel():
             token = int(broken[0])

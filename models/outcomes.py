@@ -36,6 +36,12 @@ class Outcomes:
     """[N] float32 in units of reward, from a value model; None where there is none, or not yet."""
     structure: Structure | None = None
     """Turns and branches; None takes every response for one turn on a branch of its own."""
+    token_scores: Tensor | None = None
+    """[N] float64, see models/scores.py, times squared importance weights; None where nobody measured them."""
+    behavior: Tensor | None = None
+    """[N] nats, as recorded when the token was sampled; None takes all for equal."""
+    greedy: Tensor | None = None
+    """[S] bool, True for greedy responses; None for nowhere."""
 
     @property
     def rewards(self) -> Tensor:

@@ -37,7 +37,7 @@ class Update:
     parts: list[Microbatch]
     """Those of this rank."""
     num_samples: int
-    """Samples of its groups, those without a token in the loss included."""
+    """Samples of its groups, those without a token in the loss included, greedy ones left out."""
     num_groups: int
 
     @property
@@ -56,7 +56,7 @@ def plan_updates(
     bounds = np.linspace(0, data.num_groups, inner_updates + 1).round().astype(int)
     in_loss = torch.zeros(len(data.samples), dtype=torch.bool)
     in_loss[data.sequence[data.mask]] = True
-    plan = []
+    plan, sampled = [], torch.ones_like(in_loss) if data.greedy is None else ~data.greedy
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         inside = (data.group >= int(start)) & (data.group < int(stop))
         chosen = torch.nonzero(inside & in_loss)[:, 0].tolist()
@@ -67,7 +67,7 @@ def plan_updates(
         members = [i for batch in batches for i in batch]
         own = range(rank, len(batches) + (-len(batches)) % num_ranks, num_ranks)
         parts = [_microbatch(data, batches[min(i, len(batches) - 1)], i < len(batches)) for i in own]
-        plan.append(Update(members, data.tokens_of(members), parts, int(inside.sum()), int(stop - start)))
+        plan.append(Update(members, data.tokens_of(members), parts, int((inside & sampled).sum()), int(stop - start)))
     return plan
 
 

@@ -27,7 +27,7 @@ class Sample:
     sample: int = 0
     """Index in its group."""
     temperature: float = 1.0
-    """Divides the logits."""
+    """Divides the logits; 0 takes the likeliest token everywhere."""
     finish_reason: str = "stop"
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
@@ -39,6 +39,11 @@ class Sample:
     """Index in its group of the sample whose response it shares the beginning of; -1 for none."""
     branch_at: int = 0
     """Leading response tokens that it shares."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is a baseline for the others of its group, and out of the loss: nothing in it was drawn."""
+        return self.temperature == 0
 
     @property
     def name(self) -> str:

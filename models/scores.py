@@ -1,13 +1,17 @@
-"""How much each sample's own gradient scatters: what an optimal off-policy baseline weighs rewards by.
+"""How much each sample's or token's own gradient scatters: what optimal baselines weigh rewards by.
 
-Legend: S samples.
+Legend: S samples, N tokens.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from models.packing import pack, packed_logprobs
+from models.logprobs import collisions, head_of
+from models.packing import hidden_logprobs, pack, packed_hidden, packed_logprobs
+from models.plan import Microbatch
 from models.step import StepData
 from models.tokens import MAX_LOG_RATIO, log_ratio, select
 
@@ -31,3 +35,20 @@ def score_weights(model: PreTrainedModel, data: StepData) -> Tensor:
         log = log_ratio(logp.detach().cpu(), data.behavior[at], mask).double().sum()
         weights[i] = norm * (2 * log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
     return weights
+
+
+@torch.no_grad()
+def token_scores(model: PreTrainedModel, parts: Sequence[Microbatch], num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and scores [N] under the model's present weights; NaN for tokens that are in no part.
+
+    The score of a token is 1 - 2 p + sum over the vocabulary of squared probabilities: the squared norm of the
+    gradient of its log-probability by the logits.
+    """
+    logp, scores = (torch.full((num_tokens,), torch.nan) for _ in range(2))
+    for part in parts:
+        packed = part.packed.to(model.device)
+        hidden = packed_hidden(model, packed)
+        own = hidden_logprobs(model, hidden, packed)[0]
+        logp[part.at] = own.cpu()
+        scores[part.at] = (1 - 2 * own.exp() + collisions(hidden, head_of(model), packed.temperature)).cpu()
+    return logp, scores

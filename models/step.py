@@ -51,10 +51,20 @@ class StepData:
     """[N] float32 by the value model at the step's start; None where there is none."""
     score_weights: Tensor | None = None
     """[S] float64, see models/scores.py; None where nobody measured gradients."""
+    token_scores: Tensor | None = None
+    """[N] float64, see models/scores.py, times squared importance weights; None where nobody measured them."""
     structure: Structure | None = None
     """Turns and branches."""
     guided: Tensor | None = None
     """[S] bool, True where the behavior policy had guidance in its prompt; None for nowhere."""
+    greedy: Tensor | None = None
+    """[S] bool, True for greedy responses, none of whose tokens is in the loss; None for nowhere."""
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[S] response tokens, of whatever origin."""
+    is_truncated: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    """[S] True where the limit on a response cut it off."""
+    is_reused: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    """[S] True where the sample has been trained before, under a bound of its own on the age of its tokens."""
 
     def tokens_of(self, members: Sequence[int]) -> Tensor:
         """Return the places [n] in the flat arrays of all tokens of some samples, in the order of the samples."""
@@ -91,7 +101,9 @@ class StepData:
         chosen = torch.tensor(members, dtype=torch.int64)
         local = torch.zeros(len(self.samples), dtype=torch.int64)
         local[chosen] = torch.arange(len(members))
-        _, group = torch.unique(self.group[chosen], return_inverse=True)
+        groups = torch.zeros(self.num_groups, dtype=torch.int64)
+        groups[self.group[chosen]] = 1
+        group = (groups.cumsum(0) - 1)[self.group[chosen]]
         unknown = torch.full_like(start, torch.nan)
         behavior = self.behavior[at].to(device)
         return TokenBatch(
@@ -120,7 +132,7 @@ class StepData:
 
         Args:
             algorithm: says how.
-            found: `penalty`, `values` or `score_weights`.
+            found: `penalty`, `values`, `score_weights` or `token_scores`.
         """
         known = replace(self, **found)
         return replace(known, advantages=_advantages(known, algorithm))
@@ -132,7 +144,8 @@ def step_data(
     """Flatten groups, decide which tokens are in the loss, and compute advantages.
 
     A token is in the loss when the policy sampled it at most `max_staleness` versions before `version`, or as many as
-    its sample's own bound says (and, with `truncated` mask, when its response was not cut off).
+    its sample's own bound says (and, with `truncated` mask, when its response was not cut off). Greedy responses are
+    not in the loss.
     """
     samples = tuple(sample for group in groups for sample in group)
     acted = [np.asarray(s.action_mask, bool) for s in samples]
@@ -140,14 +153,18 @@ def step_data(
     sequence = torch.from_numpy(np.repeat(np.arange(len(samples)), counts))
     versions = torch.from_numpy(_flat([s.policy_versions for s in samples], acted, np.int64))
     fresh = torch.ones_like(versions, dtype=torch.bool)
-    if max_staleness is not None or any(s.max_age is not None for s in samples):
+    is_reused = np.array([s.max_age is not None for s in samples], bool)
+    is_truncated = np.array([s.finish_reason == "length" for s in samples], bool)
+    if max_staleness is not None or is_reused.any():
         run_bound = version if max_staleness is None else max_staleness
         bounds = torch.tensor([run_bound if s.max_age is None else s.max_age for s in samples], dtype=torch.int64)
         fresh = version - versions <= bounds[sequence]
     mask = fresh
     if algorithm.truncated == "mask":
-        whole = torch.tensor([s.finish_reason != "length" for s in samples], dtype=torch.bool)
-        mask = fresh & whole[sequence]
+        mask = fresh & ~torch.from_numpy(is_truncated)[sequence]
+    greedy = torch.tensor([s.is_greedy for s in samples], dtype=torch.bool)
+    if greedy.any():
+        mask = mask & ~greedy[sequence]
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     group = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups]))
     guided = torch.tensor([s.is_guided for s in samples], dtype=torch.bool)
@@ -167,6 +184,10 @@ def step_data(
         components=_components(samples),
         structure=structure_of(samples, group, torch.from_numpy(_positions(acted))),
         guided=guided if guided.any() else None,
+        greedy=greedy if greedy.any() else None,
+        lengths=np.array([len(s.response_ids) for s in samples], np.int64),
+        is_truncated=is_truncated,
+        is_reused=is_reused,
     )
     return replace(data, advantages=_advantages(data, algorithm))
 
@@ -183,6 +204,9 @@ def _advantages(data: StepData, algorithm: AlgorithmConfig) -> Tensor:
         data.penalty,
         data.values,
         data.structure,
+        data.token_scores,
+        data.behavior,
+        data.greedy,
     )
     return ADVANTAGES[type(algorithm.advantage)](outcomes, algorithm.advantage).float()
 

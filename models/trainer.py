@@ -25,6 +25,7 @@ from data_contracts.algorithm import (
     EntropyBonus,
     EssStep,
     Opob,
+    Otb,
     RecomputedProximal,
     SlowFastUpdate,
 )
@@ -44,7 +45,7 @@ from models.packing import hidden_logprobs, packed_hidden, verify_packing
 from models.plan import Microbatch, Update, plan_updates
 from models.policy import Dtype
 from models.samples import Sample
-from models.scores import score_weights
+from models.scores import score_weights, token_scores
 from models.step import step_data
 from models.tokens import log_ratio
 
@@ -229,9 +230,9 @@ class Trainer:
         """Compute what must be known before the first update: log-probabilities under other weights, advantages."""
         critic = self._critic
         if critic is not None:
-            critic.begin_step(len(step.data.mask), self.model)
+            critic.begin_step(step.data, self.model)
         if critic is not None and (critic.sees_policy or critic.is_alone(step.data.version)):
-            self._forward_with_features(every, step.start_logp, step.entropy, show=critic.sees_policy)
+            self._forward_with_features(step, every, show=critic.sees_policy)
             step.logp.copy_(step.start_logp)
         elif isinstance(self.algorithm.proximal, RecomputedProximal):
             # the first update starts at the proximal weights: its own forward pass gives the same numbers
@@ -242,12 +243,15 @@ class Trainer:
         if self._memory.reference is not None:
             with self._memory.standing_in(self._memory.reference):
                 if critic is not None and critic.sees_version_0:
-                    self._forward_with_features(every, step.reference, None, show=True)
-                else:
+                    critic.look(self.model, every)
+                if self._memory.compares_with_reference:
                     step.reference = self._forward(step, every)
             step.penalize(self.algorithm)
         if isinstance(self.algorithm.advantage, Opob):
             step.data = step.data.knowing(self.algorithm, score_weights=score_weights(self.model, step.data))
+        if isinstance(self.algorithm.advantage, Otb):
+            scores = self._objective.weigh_scores(step, *token_scores(self.model, every, len(step.data.mask)))
+            step.data = step.data.knowing(self.algorithm, token_scores=scores)
         if critic is not None:
             step.data = step.data.knowing(self.algorithm, values=critic.values(every, len(step.data.mask)))
 
@@ -262,26 +266,18 @@ class Trainer:
         return whole(self._backend, found, step.own)
 
     @torch.no_grad()
-    def _forward_with_features(
-        self, parts: Sequence[Microbatch], into: Tensor, entropy: Tensor | None, *, show: bool
-    ) -> None:
-        """Write what a value model needs to know, under the model's present weights, into its places; in one process.
+    def _forward_with_features(self, step: Underway, parts: Sequence[Microbatch], *, show: bool) -> None:
+        """Note log-probabilities and entropies under the model's present weights, all in one process.
 
-        Args:
-            parts: the tokens.
-            into: [N] log-probabilities.
-            entropy: [N], None for no interest.
-            show: whether the value model is to see the hidden states.
+        With `show` the value model sees the hidden states that they come from.
         """
         for part in parts:
             packed = part.packed.to(self.model.device)
             hidden = packed_hidden(self.model, packed)
-            logp, spread = hidden_logprobs(self.model, hidden, packed)
-            into[part.at] = logp.cpu()
-            if entropy is not None:
-                entropy[part.at] = spread.cpu()
+            logp, entropy = hidden_logprobs(self.model, hidden, packed)
+            step.start_logp[part.at], step.entropy[part.at] = logp.cpu(), entropy.cpu()
             if show and self._critic is not None:
-                self._critic.see(part.at, hidden, packed.targets)
+                self._critic.see(part.at, hidden)
 
     def _slow_fast(self, step: Underway, update: Update, cfg: SlowFastUpdate) -> None:
         """Do some updates on the same tokens, go back towards the start, and do one more."""

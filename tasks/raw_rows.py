@@ -38,6 +38,12 @@ def sample_seed(ticket: int, sample: int) -> int:
     return ticket * MAX_SAMPLES + sample
 
 
+def temperature_of(sample: int, num_samples: int, config: RunConfig) -> float:
+    """Return what divides a sample's logits: 0, greedy, for the last one of its group where the run wants one."""
+    is_greedy = config.rollout.greedy_sample and sample == num_samples - 1
+    return 0.0 if is_greedy else config.rollout.sampling.temperature
+
+
 def make_raw_table(groups: list[Group], config: RunConfig) -> tuple[pa.Table, list[GroupRef]]:
     """Return the raw table of finished groups, rows by group and sample, and where each group lies in it."""
     columns: dict[str, list[object]] = {field.name: [] for field in trajectory.SCHEMAS["raw"]}
@@ -84,7 +90,7 @@ def _row(group: Group, sample: int, config: RunConfig) -> dict[str, object]:
         "used_digests": [] if result is None else list(result.digests.values()),
         "finish_reason": "error" if result is None else result.finish_reason,
         "error": (group.error or "no response") if result is None else "",
-        "temperature": sampling.temperature,
+        "temperature": temperature_of(sample, group.num_samples, config),
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_new_tokens": sampling.max_new_tokens,

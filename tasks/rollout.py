@@ -31,7 +31,7 @@ from tasks.envs.registry import Envs, build_envs
 from tasks.full_weights import WeightsFinder
 from tasks.ledger import Ledger
 from tasks.prompts import encode_prompt, with_guidance
-from tasks.raw_rows import Group, make_raw_table, sample_seed
+from tasks.raw_rows import Group, make_raw_table, sample_seed, temperature_of
 from tasks.reuse import copy_group
 from tasks.role import Role
 
@@ -283,7 +283,7 @@ class Worker:
             prompt_ids=[*(group.guided_ids if is_guided else group.prompt_ids), *shared],
             seed=sample_seed(group.ticket, sample),
             max_new_tokens=sampling.max_new_tokens - len(shared),
-            temperature=sampling.temperature,
+            temperature=temperature_of(sample, group.num_samples, self._config),
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stops=self._stops,

@@ -84,6 +84,18 @@ def test_types_are_distinct(union):
             },
             "two forms of one bound",
         ),
+        (
+            {"importance": {"type": "kl_masked", "low": 1.0, "high": 0.5}, "proximal": {"type": "recomputed"}},
+            "no token would",
+        ),
+        (
+            {"importance": {"type": "kl_masked", "high": -0.5}, "proximal": {"type": "recomputed"}},
+            "no token would",
+        ),
+        (
+            {"importance": {"type": "truncated", "floor": 2.0}, "proximal": {"type": "recomputed"}},
+            "every weight would",
+        ),
         ({"importance": {"type": "off_context"}, "proximal": {"type": "ewma"}}, "another correction would be mixed"),
         ({"importance": {"type": "off_context"}}, "counted twice"),
         ({"regularizers": [{"type": "kl", "estimator": "k1"}]}, "zero in expectation"),

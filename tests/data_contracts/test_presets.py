@@ -62,6 +62,27 @@ def test_a_recipe_that_contradicts_an_override_is_refused():
         ({"algorithm": "branch_grpo"}, "set rollout.branching"),
         ({"rollout": {"guided_samples": 9}}, "exceeds samples_per_group 8"),
         ({"rollout": {"branching": {"trunks": 8}}}, "leaves no sample of 8 to branch off"),
+        ({"algorithm": "remax"}, "set rollout.greedy_sample"),
+        ({"rollout": {"greedy_sample": True}}, "baseline of algorithm.advantage 'remax' alone"),
+        (
+            {
+                "algorithm": "remax",
+                "samples_per_group": 1,
+                "rollout": {"greedy_sample": True},
+                "curate": {"min_samples": 1},
+            },
+            "samples_per_group 2",
+        ),
+        ({"algorithm": "remax", "rollout": {"greedy_sample": True, "branching": {}}}, "no rollout.branching"),
+        ({"algorithm": "remax", "rollout": {"greedy_sample": True, "guided_samples": 8}}, "fewer rollout.guided"),
+        (
+            {
+                "algorithm": "remax",
+                "rollout": {"greedy_sample": True},
+                "curriculum": {"sampler": {"type": "pilot_commit"}},
+            },
+            "which samples groups in parts",
+        ),
         ({"rollout": {"branching": {}, "guided_samples": 1}}, "could not tell its guidance"),
     ],
 )
@@ -70,7 +91,8 @@ def test_rollouts_that_do_not_fit_an_algorithm_are_refused_with_what_to_do(field
         RunConfig.model_validate(fields)
 
 
-def test_the_methods_that_need_trees_or_guidance_have_them():
+def test_the_methods_that_need_trees_guidance_or_a_greedy_sample_have_them():
+    RunConfig.model_validate({"algorithm": "remax", "rollout": {"greedy_sample": True}})
     RunConfig.model_validate({"algorithm": "oc_grpo", "rollout": {"guided_samples": 4}})
     RunConfig.model_validate({"algorithm": "trace", "rollout": {"branching": {"trunks": 2}}})
 

@@ -132,3 +132,22 @@ def test_guided_rollouts_are_trained_without_their_guidance(tmp_path: Path) -> N
     assert all(commit.metrics["policy/mismatch_k3"] < 1e-6 for commit in commits)
     assert all(0 < commit.metrics["policy/mismatch_tokens"] < commit.metrics["train/tokens"] for commit in commits)
     assert replay(run, [], evaluate=False) == 0
+
+
+def test_a_greedy_sample_is_the_baseline_and_not_in_the_loss(tmp_path: Path) -> None:
+    run = play(
+        tiny_config(str(tmp_path), algorithm={"preset": "remax"}, rollout={**TINY["rollout"], "greedy_sample": True})
+    )
+    rows = rows_of(run)
+    assert [row["temperature"] for row in rows] == [1.0, 1.0, 1.0, 0.0] * (len(rows) // 4)
+    greedy = [row for row in rows if row["temperature"] == 0]
+    assert all(set(row["behavior_logprobs"]) == {0.0} for row in greedy)
+    sampled = {tuple(row["response_ids"]) for row in rows if row["temperature"] > 0}
+    assert len(sampled) > len({tuple(row["response_ids"]) for row in greedy})
+    commits = commits_of(run)[1:]
+    assert all(commit.status == "trained" for commit in commits)
+    trained = sum(len(row["response_ids"]) for row in rows if row["temperature"] > 0)
+    assert sum(commit.metrics["train/tokens"] for commit in commits) == trained
+    mean = [row["reward"] for row in rows if row["temperature"] > 0]
+    assert sum(c.metrics["reward/mean"] for c in commits) / len(commits) == pytest.approx(sum(mean) / len(mean))
+    assert replay(run, [], evaluate=False) == 0

@@ -17,8 +17,10 @@ from data_contracts.algorithm import (
     McGrpo,
     Opo,
     Opob,
+    Otb,
     PassAtK,
     ReinforcePlusPlus,
+    Remax,
     Rloo,
 )
 from data_contracts.errors import ContractError
@@ -233,6 +235,77 @@ def test_ddca_has_no_length_part_without_two_right_answers(rewards):
     assert_close(advantages(Ddca(), rewards, "aa", [1, 5]), advantages(Ddca(beta=0), rewards, "aa", [1, 5]).tolist())
 
 
+def test_remax_compares_with_the_greedy_response_token_by_token():
+    """Greedy rewards 0.25 and none; a penalty taken off on the way counts for what comes before it."""
+    given = replace(
+        outcomes([1.0, 0.0, 0.25, 1.0, 0.0], "aaabb", [2, 1, 3, 1, 1]),
+        greedy=torch.tensor([False, False, True, False, False]),
+        mask=torch.tensor([True] * 3 + [False] * 3 + [True] * 2),
+        penalty=torch.tensor([0.5, 0.125, 0.0, 9.0, 9.0, 9.0, 0.0, 0.0]).double(),
+    )
+    got = ADVANTAGES[Remax](given, Remax())
+    assert_close(got, [1 - 0.625 - 0.25, 1 - 0.125 - 0.25, -0.25, 0, 0, 0, 0, 0])
+    assert ADVANTAGES[Remax](replace(given, greedy=None), Remax()).tolist() == [0.0] * 8
+
+
+def test_opob_can_divide_norms_by_squared_lengths():
+    lengths = [2, 1, 4]
+    whole = replace(outcomes([1.0, 0.0, 1.0], "aaa", lengths), score_weights=torch.tensor([4.0, 1.0, 16.0]).double())
+    per_token = replace(whole, score_weights=torch.ones(3).double())
+    got, want = Opob(normalize=False, by_length=True), Opob(normalize=False)
+    assert torch.equal(ADVANTAGES[Opob](whole, got), ADVANTAGES[Opob](per_token, want))
+
+
+def test_the_optimal_baseline_of_a_place_by_hand():
+    """Two responses of two tokens and one: weights 1, 3 and 0.5; places 0: (1 0.5 + 0 1)/(1.5), 1: one alone."""
+    given = replace(outcomes([1.0, 0.0], "aa", [2, 1]), token_scores=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
+    assert_close(ADVANTAGES[Otb](given, Otb()), [1 - 1 / (1.5 + 1e-8), 0.0, -1 / (1.5 + 1e-8)])
+
+
+def scalar_otb(rewards, groups, masks, scores, penalty):
+    """Per-token advantages [S][T] by plain loops over absolute positions."""
+    size = range(len(rewards))
+    earned, weights = [], []
+    for i in size:
+        places = [t for t, m in enumerate(masks[i]) if m]
+        token = [(rewards[i] if places and t == places[-1] else 0.0) - penalty[i][t] for t in range(len(masks[i]))]
+        earned.append({t: sum(token[u] for u in places if u >= t) for t in places})
+        weights.append({t: sum(scores[i][u] for u in places if u <= t) for t in places})
+    found = []
+    for i in size:
+        row = [0.0] * len(masks[i])
+        for t in earned[i]:
+            others = [j for j in size if groups[j] == groups[i] and t in earned[j]]
+            below = sum(weights[j][t] for j in others) + 1e-8
+            baseline = sum(earned[j][t] * weights[j][t] for j in others) / below
+            if groups.count(groups[i]) == 1:
+                baseline = 0.0
+            row[t] = earned[i][t] - baseline
+        found.append(row)
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_optimal_token_baseline_equals_plain_loops(data):
+    number = data.draw(st.integers(1, 6))
+    groups = sorted(data.draw(st.lists(st.sampled_from("abc"), min_size=number, max_size=number)))
+    masks = data.draw(st.lists(st.lists(st.booleans(), max_size=5), min_size=number, max_size=number))
+    rewards = data.draw(st.lists(st.floats(-2, 2), min_size=number, max_size=number))
+    values = st.floats(0.01, 3)
+    scores = [data.draw(st.lists(values, min_size=len(m), max_size=len(m))) for m in masks]
+    penalty = [data.draw(st.lists(values, min_size=len(m), max_size=len(m))) for m in masks]
+    flat = lambda rows: torch.tensor([x for row in rows for x in row], dtype=torch.float64)  # noqa: E731
+    given_scores = replace(
+        outcomes(rewards, groups, [len(m) for m in masks]),
+        mask=flat(masks).bool(),
+        token_scores=flat(scores),
+        penalty=flat(penalty),
+    )
+    got = ADVANTAGES[Otb](given_scores, Otb())
+    assert got.tolist() == pytest.approx(flat(scalar_otb(rewards, groups, masks, scores, penalty)).tolist(), abs=1e-5)
+
+
 GROUP_RELATIVE = [
     Grpo(),
     Grpo(std="biased"),
@@ -245,6 +318,7 @@ GROUP_RELATIVE = [
     Gdpo(),
     Gpg(),
     Opob(),
+    Otb(),
     PassAtK(),
 ]
 

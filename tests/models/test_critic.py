@@ -10,7 +10,9 @@ from data_contracts.config import TrainConfig
 from data_contracts.errors import ContractError
 from models.critic import Critic, explained_variance, value_loss
 from models.digest import weights_digest
+from models.plan import plan_updates
 from models.policy import copy_weights
+from models.step import step_data
 from models.trainer import Trainer, checkpoint_from_bytes, checkpoint_to_bytes
 
 GAE = AlgorithmConfig.model_validate("ppo_gae")
@@ -196,3 +198,24 @@ def test_a_checkpoint_without_values_is_refused(make_trainer, make_groups):
 def test_a_critic_needs_an_algorithm_with_values(make_model):
     with pytest.raises(ValueError, match="grpo"):
         Critic(AlgorithmConfig(), make_model())
+
+
+@pytest.mark.parametrize("trunk", ["own", "policy"])
+def test_the_value_of_an_action_is_read_where_it_leads(make_model, make_groups, trunk):
+    """Hidden states are those of a plain forward pass at the token itself, also of the last one."""
+    algorithm = AlgorithmConfig.model_validate({"preset": "dvpo", "advantage": {"value": {"trunk": trunk}}})
+    model = make_model()
+    critic = Critic(algorithm, model)
+    data = step_data(make_groups(2, 3), algorithm, version=0, max_staleness=None)
+    parts = [p for u in plan_updates(data, inner_updates=1, tokens_per_microbatch=20) for p in u.parts]
+    critic.begin_step(data, model)
+    if trunk == "policy":
+        critic.look(model, parts)
+    for part in parts:
+        got = critic._features(part)
+        want = []
+        for sample in (data.samples[i] for i in part.members):
+            ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64))[None]
+            hidden = make_model().base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            want.append(hidden[len(sample.prompt_ids) + torch.from_numpy(np.flatnonzero(sample.action_mask))])
+        torch.testing.assert_close(got, torch.cat(want), rtol=1e-3, atol=1e-4)

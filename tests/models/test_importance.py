@@ -10,6 +10,7 @@ from data_contracts.algorithm import (
     EwmaProximal,
     FailureVeto,
     InterpolatedProximal,
+    KlMaskedWeights,
     MaskedWeights,
     MomentMaskedWeights,
     NoWeights,
@@ -58,6 +59,55 @@ def test_truncation_matches_the_reference(case_batch, reference, level):
 def test_weights_can_be_normalized_over_the_update(case_batch, reference, level, key):
     got = weighted(case_batch("is.tis"), TruncatedWeights(level=level, cap=2.0, normalize=True))
     assert_close(got, reference("is.tis")["expected"][key])
+
+
+def scalar_kl_kept(proximal, behavior, mask, cfg):
+    """Which tokens stay, by plain loops [B][T]."""
+    kept = []
+    for row, old, inside in zip(proximal, behavior, mask, strict=True):
+        found = []
+        for p, b in zip(row, old, strict=True):
+            d = b - p
+            found.append({"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[cfg.estimator])
+        own = [f for f, m in zip(found, inside, strict=True) if m]
+        whole = {"sum": sum, "mean": lambda x: sum(x) / len(x), "max": max}.get(cfg.over)
+        compared = found if whole is None else [whole(own) if own else 0.0] * len(row)
+        low = -math.inf if cfg.low is None else cfg.low
+        kept.append([bool(m) and low <= c <= cfg.high for c, m in zip(compared, inside, strict=True)])
+    return kept
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("over", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize(("low", "high"), [(None, 0.3), (-0.35, 0.25), (0.021, 5.0)])
+def test_what_diverges_leaves_the_loss(case_batch, reference, estimator, over, low, high):
+    inputs = reference("is.mis")["inputs"]
+    cfg = KlMaskedWeights(estimator=estimator, over=over, low=low, high=high)
+    batch = case_batch("is.mis")
+    weights, kept = WEIGHTS[KlMaskedWeights](batch, cfg)
+    want = scalar_kl_kept(inputs["logp_old"], inputs["logp_rollout"], inputs["mask"], cfg)
+    assert kept.view(3, 4).tolist() == want
+    assert (weights == 1).all()
+    weights, again = WEIGHTS[KlMaskedWeights](batch, cfg.model_copy(update={"weight": "ratio"}))
+    assert torch.equal(kept, again)
+    assert_close(weights[batch.mask], (batch.proximal - batch.behavior)[batch.mask].exp().tolist())
+
+
+def test_the_band_of_the_geometric_mean_is_that_of_the_mean_divergence(case_batch):
+    """Geo-RS by two names: the mean of k1 is minus the log of the geometric mean of ratios."""
+    batch = case_batch("is.mis")
+    band = MaskedWeights(level="geometric", low=0.8, high=1.3, weight="one")
+    k1 = KlMaskedWeights(estimator="k1", over="mean", low=-math.log(1.3), high=-math.log(0.8))
+    assert torch.equal(WEIGHTS[MaskedWeights](batch, band)[1], WEIGHTS[KlMaskedWeights](batch, k1)[1])
+
+
+def test_weights_can_be_held_above_a_floor(case_batch):
+    batch = case_batch("is.tis")
+    plain, _ = WEIGHTS[TruncatedWeights](batch, TruncatedWeights(cap=2.0))
+    held, kept = WEIGHTS[TruncatedWeights](batch, TruncatedWeights(cap=2.0, floor=0.7))
+    assert torch.equal(held, plain.clamp(min=0.7))
+    assert (plain < 0.7)[batch.mask].any()
+    assert torch.equal(kept, batch.mask)
 
 
 def guided_batch(reference, token_batch):

@@ -2,12 +2,13 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_contracts.algorithm import MaskedWeights, SequenceMeanTokenMean, TokenMean
+from data_contracts.algorithm import AlgorithmConfig, MaskedWeights, SequenceMeanTokenMean, TokenMean
 from data_contracts.losses import (
     AStarPo,
     Cispo,
@@ -31,6 +32,7 @@ from data_contracts.losses import (
 from models.aggregation import AGGREGATIONS, totals_of
 from models.importance import WEIGHTS
 from models.losses import LOSSES, m2po_margins
+from models.step import step_data
 from models.tokens import TokenBatch, select
 
 ALL_LOSSES = [kind() for kind in get_args(get_args(Loss)[0])]
@@ -133,6 +135,15 @@ def test_topr_caps_the_ratio_of_failures_only(token_batch):
     )
     total(batch, Topr()).backward()
     assert batch.logp.grad.tolist() == pytest.approx([-0.5, 0.5])
+
+
+def test_topr_can_cap_the_ratio_of_all(token_batch):
+    logs = [[math.log(1.8)], [math.log(0.5)], [math.log(1.8)]]
+    batch = token_batch(
+        logs, [[1]] * 3, behavior=[[0.0]] * 3, advantages=[[1.0], [1.0], [-1.0]], rewards=[1.0, 1.0, 0.0]
+    )
+    total(batch, Topr(cut="all")).backward()
+    assert batch.logp.grad.tolist() == pytest.approx([-1 / 3, -0.5 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(
@@ -355,6 +366,37 @@ def test_all_masked_follows_the_reference(reference, token_batch):
     batch = token_batch([[math.nan, math.inf]] * 2, case["inputs"]["mask"])
     assert total(batch, PpoClip()).item() == case["expected"]["areal"]
     assert total(batch, PpoClip(), SequenceMeanTokenMean()).item() == case["expected"]["trl_grpo"]
+
+
+def test_responses_cut_off_leave_the_loss_as_in_the_reference(reference, token_batch, make_groups):
+    case = reference("mask.truncated")
+    inputs, expected = case["inputs"], case["expected"]
+    (group,) = make_groups(1, 3)
+    group = [
+        replace(
+            sample,
+            response_ids=np.ones(4, np.int32),
+            action_mask=np.array(inside, bool),
+            behavior_logprobs=np.where(inside, old, np.nan).astype(np.float32),
+            policy_versions=np.where(inside, 0, -1),
+            finish_reason="length" if is_cut else "stop",
+        )
+        for sample, inside, old, is_cut in zip(
+            group, inputs["mask"], inputs["logp_old"], inputs["truncated"], strict=True
+        )
+    ]
+    data = step_data([group], AlgorithmConfig(truncated="mask"), version=0, max_staleness=None)
+    mask = torch.zeros(3, 4)
+    mask[torch.tensor(inputs["mask"]).bool()] = data.mask.float()
+    assert mask.tolist() == expected["mask_after"]
+    batch = token_batch(
+        inputs["logp_new"], mask.tolist(), behavior=inputs["logp_old"], advantages=torch.tensor(inputs["adv"])
+    )
+    cfg = PpoClip(clip_low=0.2, clip_high=0.2)
+    assert total(batch, cfg).item() == pytest.approx(expected["loss_token_mean"], rel=1e-6)
+    for every, key in ((True, "loss_trl_grpo_all_rows"), (False, "loss_verl_seq_mean_token_mean")):
+        loss = total(batch, cfg, SequenceMeanTokenMean(count_empty=every))
+        assert loss.item() == pytest.approx(expected[key], rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

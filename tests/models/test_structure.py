@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -108,6 +109,63 @@ def test_branches_are_compared_by_depth_or_with_their_siblings():
     assert by_depth[4] == pytest.approx([(1.0 - 0.5) / stdev([1.0, 0.0, 0.5, 0.0, 1.0])] * 3)
     assert by_place[4] == pytest.approx([one] * 3)
     assert by_place[1] == pytest.approx([(0.5 - mean([0.5, 0.5])) * 0, -one, -one])
+
+
+def likely(sample, *logp):
+    own = iter(logp)
+    values = [next(own) if acted else math.nan for acted in sample.action_mask]
+    return replace(sample, behavior_logprobs=np.array(values, np.float32))
+
+
+def test_values_can_be_weighed_by_how_likely_the_continuations_are():
+    # one trunk of four tokens, split after two: its own continuation (mean log-probability -1), and two others
+    group = [
+        likely(branch(0, 4, 1.0), -0.1, -0.1, -0.5, -1.5),
+        likely(branch(1, 3, 0.0, of=0, at=2), -2.0),
+        likely(branch(2, 4, 0.5, of=0, at=2), -3.0, -3.0),
+        likely(branch(3, 2, 0.0), -1.0, -1.0),
+    ]
+    weights = [math.exp(-1.0), math.exp(-2.0), math.exp(-3.0)]
+    mixed = (1.0 * weights[0] + 0.5 * weights[2]) / sum(weights)
+    got = advantages([group], Tree(eps=0, fusion="likelihood"))
+    spread = stdev([mixed, 0.0])
+    assert got[0][:2] == pytest.approx([mixed / 2 / spread] * 2)
+    assert got[3] == pytest.approx([-mixed / 2 / spread] * 2)
+    leaves = [1.0, 0.0, 0.5]  # a leaf is worth its own reward
+    assert got[1] == pytest.approx([(0.0 - mean(leaves)) / stdev(leaves)])
+
+
+def test_a_value_by_likelihood_passes_through_every_split():
+    # 0 is split after one token (by 1) and again after two (by 2): what goes on from the first split is worth a mix
+    group = [
+        likely(branch(0, 3, 1.0), -1.0, -2.0, -3.0),
+        likely(branch(1, 2, 0.0, of=0, at=1), -4.0),
+        likely(branch(2, 3, 0.5, of=0, at=2), -5.0),
+        likely(branch(3, 1, 0.25), -1.0),
+    ]
+    inner = (1.0 * math.exp(-3) + 0.5 * math.exp(-5)) / (math.exp(-3) + math.exp(-5))
+    first = (inner * math.exp(-2) + 0.0 * math.exp(-4)) / (math.exp(-2) + math.exp(-4))
+    got = advantages([group], Tree(eps=0, fusion="likelihood"))
+    assert got[0][0] == pytest.approx((first - mean([first, 0.25])) / stdev([first, 0.25]))
+    assert got[0][1] == pytest.approx((inner - mean([inner, 0.0])) / stdev([inner, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kept"),
+    [
+        (Tree(keep_share=0.5), {1, 3}),
+        (Tree(keep_share=0.5, keep="best_and_worst"), {0, 3}),
+        (Tree(keep_share=0.1), {3}),
+        (Tree(keep_share=0.8, keep="best_and_worst"), {0, 1, 3}),
+    ],
+)
+def test_of_the_last_branches_only_some_count(cfg, kept):
+    rewards = [0.0, 0.75, 0.25, 1.0]  # all go on from sample 0's first token, itself among them
+    group = [branch(0, 3, rewards[0]), *(branch(i, 3, rewards[i], of=0, at=1) for i in (1, 2, 3))]
+    whole, got = advantages([group], Tree()), advantages([group], cfg)
+    for i in range(4):
+        assert got[i][-1] == (whole[i][-1] if i in kept else 0.0)
+    assert got[0][0] == whole[0][0]
 
 
 def test_a_branch_of_a_branch_before_its_own_beginning_is_a_branch_of_the_first():
