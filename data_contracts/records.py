@@ -66,6 +66,8 @@ class Joined(Frozen):
     """Oldest version that sampled a token of them."""
     max_age: int
     """Bound in versions on the age of their tokens when they are trained."""
+    lent: bool = False
+    """Whether other groups may have them too: an earlier success, not a part of this very group."""
 
 
 class GroupRef(Frozen):

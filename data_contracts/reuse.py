@@ -2,7 +2,8 @@
 
 A source is offered only while it is young enough: sampled by version o, offered by commit c, it is trained at a
 version t that is at most c + max_staleness, because the ticket is claimed with weights no newer than c. So o + max_age
->= c + max_staleness keeps t - o <= max_age by construction. The trainer checks again, token by token.
+>= c + max_staleness keeps t - o <= max_age by construction. The trainer checks again, token by token. That no source
+is used too often is promised where groups are accepted (data_contracts/uses.py).
 """
 
 from collections.abc import Mapping

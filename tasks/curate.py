@@ -21,6 +21,7 @@ from tasks.curation.duplicates import Recent
 from tasks.curation.given import Judge
 from tasks.curation.group import Group, Rows
 from tasks.curation.lookback import Lookback
+from tasks.curation.uses import UseLimit
 from tasks.curriculum import CurriculumReader
 from tasks.ledger import Ledger
 from tasks.quarantine import quarantine
@@ -48,6 +49,7 @@ class Curator:
         self._next: dict[str, int] = {}
         self._judged: list[Judged] = []
         self._lookback = Lookback(role.store, role.config.curate)
+        self._use_limit = UseLimit(role.store, role.config, ledger.commit)
         self._judge_group = Judge(role.store, role.config, CurriculumReader(ledger).given)
 
     def read(self) -> bool:
@@ -72,6 +74,7 @@ class Curator:
             point("curate.before_verdicts")
             number = self._ledger.state.next["curated"]
             record = self._lookback.check(record, number, refused=self._quarantine)
+            record = self._use_limit.check(record, number, refused=self._quarantine)
             record = record.model_copy(update={"metrics": self._role.take_times() | count_reasons(record)})
             settled |= self._ledger.append(record)
             point("curate.verdicts")

@@ -46,8 +46,16 @@ def renumber(rows: pa.Table, ticket: int, attempt: int) -> pa.Table:
     return rows
 
 
-def joined_rows(table: pa.Table, source: Source, rows: list[int], max_age: int) -> Joined:
-    """Return the reference under which rows of an earlier group's batch become part of a later group."""
+def joined_rows(table: pa.Table, source: Source, rows: list[int], max_age: int, *, lent: bool = False) -> Joined:
+    """Return the reference under which rows of an earlier group's batch become part of a later group.
+
+    Args:
+        table: that batch.
+        source: the earlier group.
+        rows: which, by number in the batch.
+        max_age: bound in versions on the age of their tokens.
+        lent: whether other groups may have them too.
+    """
     rewards = table.column("reward").to_numpy()
     return Joined(
         ticket=source.ticket,
@@ -56,6 +64,7 @@ def joined_rows(table: pa.Table, source: Source, rows: list[int], max_age: int) 
         rewards=tuple(float(rewards[row]) for row in rows),
         oldest_version=source.group.oldest_version,
         max_age=max_age,
+        lent=lent,
     )
 
 

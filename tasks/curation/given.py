@@ -70,7 +70,7 @@ class Judge:
         if not every:
             rewards = table.column("reward").to_numpy()
             rows = [row for row in rows if self._num_passed(rewards[row : row + 1])][:1]
-        return [joined_rows(table, source, rows, max_age)] if rows else []
+        return [joined_rows(table, source, rows, max_age, lent=not every)] if rows else []
 
     def _num_passed(self, rewards: np.ndarray) -> int:
         return int((rewards >= self._config.curriculum.difficulty.solved_at).sum())

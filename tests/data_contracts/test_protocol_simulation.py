@@ -65,6 +65,7 @@ from data_contracts.records import (
     encode_record,
 )
 from data_contracts.reuse import Drawing
+from data_contracts.uses import Uses
 
 SCALE = int(os.environ.get("ROLLFLOW_FUZZ", "1"))
 """Multiplies the number of simulated runs."""
@@ -101,6 +102,8 @@ class Hooks:
     claim: Callable[..., Claim | None] = decide_claim
     choose: Callable[..., object] = choose_groups
     verdicts: Callable[..., Curated | None] = decide_verdicts
+    uses: Callable[[Uses, Curated], Curated] = Uses.check
+    drawing: type[Drawing] = Drawing
     state: type[RunState] = RunState
 
 
@@ -124,8 +127,8 @@ class World:
     limits: list[int] = field(default_factory=list)
     """How far rollouts might run ahead after each commit."""
     curriculum_config: CurriculumConfig = field(default_factory=CurriculumConfig)
-    uses: dict[int, list[int]] = field(default_factory=dict)
-    """Ticket whose samples were trained under later tickets to these."""
+    uses: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """How and of which ticket samples were trained under later tickets, to these."""
 
     def __post_init__(self) -> None:
         self.truth = self.hooks.state(self.rules)
@@ -139,7 +142,7 @@ class World:
     @property
     def drawing(self) -> Drawing:
         eta, size = self.rules.max_staleness, self.rules.groups_per_step
-        return Drawing(self.curriculum_config, self.seed, size, 4, eta, 3 * size)
+        return self.hooks.drawing(self.curriculum_config, self.seed, size, 4, eta, 3 * size)
 
     # --- the store ---
 
@@ -236,8 +239,10 @@ class World:
         for source in [*group.group.joined, *([group.group.reused] if group.group.reused is not None else [])]:
             if self.rules.max_staleness is not None and t - source.oldest_version > source.max_age:
                 raise Broken(f"commit {t + 1}: ticket {group.ticket} uses {source}, too old")
-            if not (isinstance(source, Joined) and any(source.rewards)):  # a success may be lent more than once
-                self.uses.setdefault(source.ticket, []).append(group.ticket)
+            if isinstance(source, Joined) and source.lent:
+                continue
+            kind = "joined" if isinstance(source, Joined) else "copied"
+            self.uses.setdefault((kind, source.ticket), []).append(group.ticket)
         if group.ticket in {joined.ticket for joined in group.group.joined}:
             raise Broken(f"ticket {group.ticket} joins itself")
 
@@ -388,8 +393,8 @@ class World:
         if not self.curriculum_config.is_plain:
             self.check_curricula()
         many = {source: tickets for source, tickets in self.uses.items() if len(tickets) > 1}
-        if self.rules.max_staleness == 0 and truth.num_both == 0 and many:
-            raise Broken(f"samples used more than once again in a synchronous run: {many}")
+        if many:
+            raise Broken(f"samples used more than once again: {many}")
 
 
 def make_commit(writer: str, version: int, **fields) -> Commit:
@@ -655,7 +660,7 @@ class Curator(Actor):
             joined.append(
                 Joined(
                     ticket=source.ticket, batch=source.batch, rows=(0, 1), rewards=(reward, 0.0),
-                    oldest_version=source.group.oldest_version, max_age=age,
+                    oldest_version=source.group.oldest_version, max_age=age, lent=bool(reward),
                 )
             )  # fmt: skip
         rewards = [reward for one in joined for reward in one.rewards]
@@ -668,6 +673,10 @@ class Curator(Actor):
     def decide(self) -> None:
         record = self.world.hooks.verdicts(self.state, self.name, self.judged)
         if record is not None:
+            uses = Uses(max_copies=1)
+            for before in self.world.log("curated")[: self.state.next["curated"]]:
+                uses.add(before)
+            record = self.world.hooks.uses(uses, record)
             self.pending = ("curated", self.state.next["curated"], record)
 
     def turn(self, rnd: random.Random) -> None:
@@ -904,6 +913,28 @@ def test_whatever_the_curriculum_every_run_ends_and_what_is_used_again_is_within
     assert sum(bool(group.joined) for group in consumed) >= 1, "the case must occur to be tested"
 
 
+class Careless(Drawing):
+    """Offers sources that somebody may be holding by an older state."""
+
+    def may_offer(self, source, state, version):
+        return True
+
+
+MUCH_REUSE = {
+    "curriculum": CurriculumConfig.model_validate({"reuse": {"share": 0.6, "max_age": 9, "size": 2}}),
+    "max_staleness": 4,
+    "steps": 12,
+}
+
+
+def test_a_source_is_used_once_even_if_it_is_offered_to_many():
+    """Views lag, the trainer's too: what somebody has claimed is offered once more, and refused."""
+    worlds = [play(seed, Hooks(drawing=Careless), num_steps=400, **MUCH_REUSE) for seed in range(10 * SCALE)]
+    verdicts = [verdict for world in worlds for record in world.log("curated") for verdict in record.verdicts]
+    assert sum(verdict.reason.startswith("used_before") for verdict in verdicts) >= 1, "the case must occur"
+    assert sum(len(world.uses) for world in worlds) >= 5, "the case must occur to be tested"
+
+
 def test_a_replaced_trainer_whose_last_commit_wins_does_no_harm():
     worlds = [play(seed, luck=ZOMBIES, groups_per_step=2, steps=6) for seed in range(60 * SCALE)]
     assert sum(world.truth.num_both > 0 for world in worlds) >= 3, "the case must occur to be tested"
@@ -1107,6 +1138,7 @@ class CountsEvents(RunState):
         (Hooks(choose=last_word), {"luck": ZOMBIES}),
         (Hooks(choose=old_weights), {"luck": ZOMBIES}),
         (Hooks(verdicts=forget_covers), {}),
+        (Hooks(uses=lambda uses, record: record, drawing=Careless), MUCH_REUSE),
         (Hooks(state=ForgetsAtOnce), {"luck": ZOMBIES}),
         (Hooks(state=CountsEvents), {"luck": Luck(refused=0.5, trainer_refuses=0.5, sleep=0.05)}),
     ],
@@ -1118,6 +1150,7 @@ class CountsEvents(RunState):
         "last_word",
         "old_weights",
         "forget_covers",
+        "use_again",
         "forgets",
         "counts_events",
     ],
