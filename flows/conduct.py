@@ -22,6 +22,7 @@ from infra.installed import check_backend
 from infra.probe import probe
 from infra.runs import Run, check_run_id, create_run
 from tasks.curation.custom import load as load_rule
+from tasks.envs.registry import build_envs
 from tasks.supervise import Supervisor, find_living, find_moving
 
 settings.apply_defaults()
@@ -46,6 +47,7 @@ def check_before_start(config: RunConfig) -> None:
     check_model(config)
     check_packages(config)
     check_rules(config)
+    check_envs(config)
     probe(config.store)
     check_workers(config)
 
@@ -120,6 +122,12 @@ def check_model(config: RunConfig) -> None:
                 f"model.path {folder}: expected a folder with config.json and safetensors; "
                 "`rollflow fetch-model smollm2` makes one"
             )
+
+
+def check_envs(config: RunConfig) -> None:
+    """Raise ConfigError when an env cannot be made; the workers of a cluster have files and packages of their own."""
+    if not config.orchestration.scheduler:
+        build_envs(config.envs, config.seed)
 
 
 def check_rules(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from distributed.utils import get_mp_context
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from prefect_dask.task_runners import DaskTaskRunner
@@ -115,6 +116,8 @@ def carry(run: Run) -> State:
         placement = Placement(run, runner, supervisor, logger)
         try:
             watch(placement, supervisor, progress)
+        except TerminationSignal:  # the run is stopped and can go on, which is no crash
+            logger.info("terminated: stopping every role")
         finally:
             supervisor.stop_if_open("the flow ended")
             placement.wait(STOP_LIMIT_S)

@@ -60,6 +60,8 @@ logger = logging.getLogger("rollflow.export")
 MAX_METRICS_PER_CALL = 1000
 MAX_NAMES_PER_CALL = 100
 COMMITS_AT_ONCE = 200
+TRAINING = {"mlflow.experimentKind": "custom_model_development"}
+"""Has MLflow's pages show runs and metrics first; by default they show traces of applications."""
 STATUSES = {"running": "RUNNING", "ended": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
 R = TypeVar("R", bound=Record)
@@ -175,7 +177,7 @@ class Exporter:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return self._client.create_experiment(name)
+                return self._client.create_experiment(name, tags=TRAINING)
             except MlflowException as cause:
                 if cause.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
@@ -387,7 +389,7 @@ def ensure_group_run(uri: str, experiment: str, name: str, tags: Mapping[str, st
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     with _as_service_error(uri):
         found = client.get_experiment_by_name(experiment)
-        experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+        experiment_id = client.create_experiment(experiment, tags=TRAINING) if found is None else found.experiment_id
         runs = client.search_runs([experiment_id], f"tags.`rollflow.group` = '{name}'")
         if runs:
             return min(runs, key=lambda run: run.info.start_time).info.run_id

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from data_contracts.records import Commit
@@ -91,7 +92,14 @@ def test_a_run_whose_whole_process_group_is_killed_resumes_and_loses_nothing(fol
     assert (folder / "home" / "reports" / "victim.html").read_text().startswith("<!")
 
 
-def test_a_stopped_run_says_so_and_resumes(folder: Path) -> None:
+def state_in_prefect(run_id: str) -> str:
+    body = {"flow_runs": {"name": {"any_": [run_id]}}}
+    (found,) = httpx.post(f"http://127.0.0.1:{PORTS[1]}/api/flow_runs/filter", json=body).raise_for_status().json()
+    return found["state"]["name"]
+
+
+@pytest.mark.parametrize("how", ["command", "signal"])
+def test_a_stopped_run_says_so_and_resumes(folder: Path, how: str) -> None:
     store = folder / "store"
     run = rollflow(folder, "run", str(folder / "cli.toml"), "--id", "paused", "--store", str(store))
     commits = store / "paused" / "log" / "commit"
@@ -100,8 +108,12 @@ def test_a_stopped_run_says_so_and_resumes(folder: Path) -> None:
         assert run.poll() is None, run.communicate()[0]
         assert time.monotonic() < give_up
         time.sleep(0.05)
-    output_of(rollflow(folder, "stop", str(store / "paused")))
+    if how == "command":
+        output_of(rollflow(folder, "stop", str(store / "paused")))
+    else:
+        os.killpg(run.pid, signal.SIGTERM)
     assert "rollflow resume paused" in output_of(run)
+    assert state_in_prefect("paused") == "Cancelled"
     assert "30 of 30" in output_of(rollflow(folder, "resume", str(store / "paused")))
 
 

@@ -34,7 +34,7 @@ def test_the_automation_is_made_once_and_brought_up_to_date(servers):
     (made,) = stored(api)
     assert made["id"] == str(first)
     assert made["enabled"]
-    assert made["trigger"]["within"] == 90.0
+    assert made["trigger"]["within"] == 150.0
     assert made["trigger"]["posture"] == "Proactive"
     assert made["trigger"]["for_each"] == ["prefect.resource.id"]
     assert set(made["trigger"]["expect"]) > {"prefect.flow-run.heartbeat", "prefect.flow-run.Completed"}
