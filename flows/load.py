@@ -208,7 +208,8 @@ def explain(error: ValidationError, source: str = "", given: Mapping[str, str] |
     named = next((name for name in given if _is_within(name.split("."), place)), "")
     where = named or ".".join(place) or "the run"
     if first["type"] == "extra_forbidden":
-        sentence = f"{where}: there is no such field; remove it or correct its spelling"
+        kind = ".".join(place[:-1])
+        sentence = f"{where}: there is no such field in {kind or 'the config'}; remove it or correct its spelling"
     elif first["type"] == "value_error":
         sentence = f"{where}: {first['msg'].removeprefix('Value error, ')}"
     else:
