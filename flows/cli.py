@@ -43,6 +43,9 @@ def run(
 
     resolved = load_run_config(config, context.args)
     if check:
+        from flows.checks import check_rules
+
+        check_rules(resolved)
         typer.echo(resolved.model_dump_json(indent=2))
         return
     from flows import conduct
@@ -66,7 +69,12 @@ def stop(name: RunName, store: StoreUrl = None) -> None:
     from tasks.supervise import Supervisor
 
     found = find_run(name, _store(store))
-    Supervisor(found.store).stop_if_open("rollflow stop")
+    supervisor = Supervisor(found.store)
+    over = {"end": "is finished", "fail": "has failed", "stop": "is asked to stop already"}.get(supervisor.closing())
+    if over:
+        typer.echo(f"{found.id} {over}")
+        return
+    supervisor.stop_if_open("rollflow stop")
     typer.echo(f"asked {found.id} to stop; go on with: rollflow resume {found.id}")
 
 
@@ -273,7 +281,7 @@ def report(
 
 @app.command(short_help="Play one role of a run, without Prefect.")
 def role(
-    name: Annotated[str, typer.Argument(help="rollout, reward, curate, train, evaluate, export or start.")],
+    name: Annotated[str, typer.Argument(help="start, rollout, reward, curate, train, evaluate, audit or export.")],
     run_url: Annotated[str, typer.Option("--run", help="URL of the run.")],
 ) -> None:
     """Play one role of a run that goes on elsewhere, in this process, without Prefect."""

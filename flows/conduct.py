@@ -8,22 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import typer
 
-from data_contracts.config import CustomRule, LocalModel, RunConfig
-from data_contracts.errors import ConfigError, StoreError
-from data_contracts.suites import STAGES, check_severities, load_suite
+from data_contracts.config import RunConfig
+from data_contracts.errors import StoreError
+from flows.checks import check_before_resume, check_before_start
 from infra import services as servers
 from infra import settings
-from infra.installed import check_backend
-from infra.probe import probe
+from infra.pages import find_pages
 from infra.runs import Run, check_run_id, create_run
-from tasks.curation.custom import load as load_rule
-from tasks.envs.registry import build_envs
-from tasks.supervise import Supervisor, find_living, find_moving
+from tasks.supervise import Supervisor
 
 settings.apply_defaults()
 
@@ -37,30 +33,6 @@ def start(config: RunConfig, run_id: str | None) -> int:
     return conduct(create_run(config, run_id), services)
 
 
-def check_before_start(config: RunConfig) -> None:
-    """Make sure that a run can start: its model, rules, store and cluster are there.
-
-    Raises:
-        ConfigError: one of them is not.
-        StoreError: the store does not keep what the records rely on.
-    """
-    check_model(config)
-    check_packages(config)
-    check_rules(config)
-    check_envs(config)
-    probe(config.store)
-    check_workers(config)
-
-
-def check_workers(config: RunConfig) -> None:
-    """Raise ConfigError when a cluster that the config names has no free worker for one of the roles."""
-    if config.orchestration.scheduler:
-        from flows.placement import role_names
-        from infra.cluster import check_cluster
-
-        check_cluster(config.orchestration.scheduler, role_names(config))
-
-
 def resume(run: Run) -> int:
     """Go on with a run; return the exit code.
 
@@ -69,74 +41,6 @@ def resume(run: Run) -> int:
     """
     check_before_resume(run)
     return conduct(run, ensure_services())
-
-
-def check_before_resume(run: Run) -> None:
-    """Make sure that a run can go on, and that nobody else works on it.
-
-    On a cluster the roles outlive a flow that was killed; they are asked to stop and waited for.
-
-    Raises:
-        ConfigError: it cannot, or somebody does.
-    """
-    if run.replay_of:
-        raise ConfigError(f"run {run.id}: is a replay of {run.replay_of} and does not go on; replay that one again")
-    if run.config.orchestration.scheduler:
-        stop_orphans(run)
-    living = find_living(run.store)
-    if living:
-        pids = ", ".join(f"{beat.role} {beat.pid}" for beat in living)
-        raise ConfigError(f"run {run.id}: still running here ({pids}); stop it first: rollflow stop {run.id}")
-    check_model(run.config)
-    check_packages(run.config)
-    check_workers(run.config)
-
-
-def stop_orphans(run: Run) -> None:
-    """Ask roles of a run that still play on a cluster to stop, and wait until none does.
-
-    Raises:
-        ConfigError: they go on for longer than the heartbeat limit.
-    """
-    look_s = 3 * run.config.orchestration.heartbeat_s
-    give_up = time.monotonic() + run.config.orchestration.heartbeat_limit_s
-    while moving := find_moving(run.store, look_s):
-        Supervisor(run.store).stop_if_open("resumed")
-        if time.monotonic() > give_up:
-            where = ", ".join(f"{beat.role} on {beat.host}" for beat in moving)
-            raise ConfigError(f"run {run.id}: still running elsewhere ({where}) although it was asked to stop")
-
-
-def check_packages(config: RunConfig) -> None:
-    """Raise ConfigError when an optional package that the run needs is missing; a cluster has its own."""
-    if not config.orchestration.scheduler:
-        check_backend(config.train.backend)
-
-
-def check_model(config: RunConfig) -> None:
-    """Raise ConfigError when the model's folder is not there, before anything is started."""
-    if isinstance(config.model, LocalModel):
-        folder = Path(config.model.path)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"model.path {folder}: expected a folder with config.json and safetensors; "
-                "`rollflow fetch-model smollm2` makes one"
-            )
-
-
-def check_envs(config: RunConfig) -> None:
-    """Raise ConfigError when an env cannot be made; the workers of a cluster have files and packages of their own."""
-    if not config.orchestration.scheduler:
-        build_envs(config.envs, config.seed)
-
-
-def check_rules(config: RunConfig) -> None:
-    """Raise ConfigError when a rule of curation or a suite of the audit is not there or makes no sense."""
-    for rule in config.curate.rules:
-        if isinstance(rule, CustomRule):
-            load_rule(rule.path)
-    if config.audit.enabled:
-        check_severities([load_suite(stage, config.audit) for stage in STAGES], config.audit)
 
 
 def ensure_services(prefect_port: int | None = None, mlflow_port: int | None = None) -> servers.Services:
@@ -184,7 +88,7 @@ def conduct(run: Run, services: servers.Services) -> int:
     signal.signal(signal.SIGTERM, stopper.on_signal)
     follow(run.store, links, lambda: flow.poll() is not None)
     code = flow.wait()
-    return summarize(run, code, links, log_path)
+    return summarize(run, code, find_pages(services, run.id, run.config.tracking.experiment), log_path)
 
 
 def _ignore_interrupt() -> None:

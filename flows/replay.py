@@ -154,14 +154,17 @@ def _export(target: Run) -> None:
 
 
 def _compare(run: Run, target: Run) -> None:
-    """Print what both runs came to."""
-    for one in (run, target):
+    """Print what both runs came to, with the evaluation of the newest version that both have evaluated."""
+    evaluations = [
+        {found.version: found for found in Log(one.store, "log/eval", Evaluation).read_from(0)} for one in (run, target)
+    ]
+    common = max(evaluations[0].keys() & evaluations[1].keys(), default=None)
+    for one, evaluated in zip((run, target), evaluations, strict=True):
         newest = Log(one.store, "log/commit", Commit).last()
-        evaluation = Log(one.store, "log/eval", Evaluation).last()
         if newest is None:
             continue
         told = f"version {newest.version}, {newest.num_trained} groups, {newest.num_tokens} tokens in the loss"
-        if evaluation is not None:
-            told += f", eval/accuracy {evaluation.metrics.get('eval/accuracy', float('nan')):.3f}"
-            told += f" at version {evaluation.version}"
+        if common is not None:
+            told += f", eval/accuracy {evaluated[common].metrics.get('eval/accuracy', float('nan')):.3f}"
+            told += f" at version {common}"
         typer.echo(f"{one.id}: {told}")

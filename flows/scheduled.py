@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 
 from data_contracts.errors import StoreError
 from flows import conduct
+from flows.checks import check_before_resume, check_before_start
 from flows.load import load_run_config
 from flows.post_training import carry
 from infra import settings
@@ -41,7 +42,7 @@ def train(
     begun = open_store(resolved.store).at(run_id)
     if begun.exists("run.json"):
         return _go_on(load_run(begun.url))
-    conduct.check_before_start(resolved)
+    check_before_start(resolved)
     return _carry(create_run(resolved, run_id))
 
 
@@ -68,7 +69,7 @@ def as_words(changes: dict[str, Any]) -> list[str]:
 
 
 def _go_on(run: Run) -> State:
-    conduct.check_before_resume(run)
+    check_before_resume(run)
     get_run_logger().info("going on with run %s", run.id)
     return _carry(run)
 

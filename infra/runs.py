@@ -92,7 +92,7 @@ def load_run(url: str) -> Run:
 
 
 def find_run(name: str, store_url: str) -> Run:
-    """Return the run that a person means by `name`: a URL, an id, or the beginning of exactly one id.
+    """Return the run that a person means by `name`: a URL, an id, or the beginning of exactly one id, replays aside.
 
     Raises:
         ConfigError: none or several match.
@@ -102,8 +102,9 @@ def find_run(name: str, store_url: str) -> Run:
     root = open_store(store_url)
     ids = list_run_ids(root)
     matching = [name] if name in ids else [run_id for run_id in ids if run_id.startswith(name)]
-    if len(matching) == 1:
-        return load_run(root.at(matching[0]).url)
+    # A replay's id begins with that of its run.
+    if matching and all(run_id.startswith(min(matching, key=len)) for run_id in matching):
+        return load_run(root.at(min(matching, key=len)).url)
     if matching:
         raise ConfigError(f"run {name}: several runs begin so: {', '.join(matching)}; give the whole id")
     known = ", ".join(ids[-5:]) or "none"

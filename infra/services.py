@@ -210,7 +210,7 @@ def _check_port_free(name: Name, port: int) -> None:
     if trouble:
         raise ServiceError(
             f"{name} cannot have port {port} on {HOST} ({trouble}): stop the program that uses it, "
-            f"or choose another with --{name}-port"
+            f"or choose another with `rollflow up --{name}-port PORT`, which later commands find"
         )
 
 
