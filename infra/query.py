@@ -87,6 +87,9 @@ TICKETS = pa.schema(
     ]
 )
 
+TABLES = ("trajectories", "tickets", "commits", "evaluations")
+"""What can be asked for."""
+
 VIEW = """
 CREATE VIEW trajectories AS SELECT rows.*, len(rows.response_ids) AS length, fates.verdict,
     CASE WHEN list_contains(fates.left_out, rows.sample) THEN 'left_out' ELSE fates.drop_reason END AS drop_reason,
@@ -142,8 +145,19 @@ class Questions:
                 return answer.to_arrow_reader()
         except duckdb.Error as cause:
             first = next(line for line in str(cause).splitlines() if line.strip())
-            raise ConfigError(f"query: {first}") from cause
+            raise ConfigError(f"query: {first}{self._hint(cause, sql)}") from cause
         raise ConfigError(f"query: expected something that has an answer, such as SELECT ..., got {sql!r}")
+
+    def _hint(self, cause: duckdb.Error, sql: str) -> str:
+        """Return what there is to be asked for, when a name is unknown."""
+        if isinstance(cause, duckdb.CatalogException):
+            return f"; the tables are {', '.join(TABLES)}"
+        if not isinstance(cause, duckdb.BinderException):
+            return ""
+        named = [table for table in TABLES if re.search(rf"\b{table}\b", sql, re.IGNORECASE)]
+        columns = {table: [row[0] for row in self._db.execute(f"DESCRIBE {table}").fetchall()] for table in named}
+        quoted = {table: [c if c.isidentifier() else f'"{c}"' for c in names] for table, names in columns.items()}
+        return "".join(f"; {table} has {', '.join(names)}" for table, names in quoted.items())
 
     def _rows(self) -> ds.Dataset:
         """Return all scored batches as one data set whose column `batch` costs nothing to filter by."""

@@ -1,5 +1,8 @@
 """What is removed from a run is missed by nobody: it replays to the same bits, and goes on to its end."""
 
+import dataclasses
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,19 +107,72 @@ def test_a_run_that_was_stopped_goes_on_after_it(begun: Callable[..., Run], proc
     assert reconcile(run.store, deep=True).contradictions == []
 
 
-@pytest.mark.parametrize(("host", "is_done", "is_refused"), [("far", False, True), ("far", True, False)])
-def test_nothing_is_removed_while_somebody_elsewhere_may_write(
-    host: str, is_done: bool, is_refused: bool, finished: Run
-) -> None:
-    beat = Heartbeat(
-        role="rollout", writer="w", host=host, pid=1, process_started=0.0, beat=3, state="sampling", done=is_done
+def far(writer: str, beat: int, *, done: bool = False) -> bytes:
+    """The heartbeat of a rollout worker on another machine."""
+    return encode_record(
+        Heartbeat(
+            role="rollout", writer=writer, host="far", pid=1, process_started=0, beat=beat, state="sampling", done=done
+        )
     )
-    finished.store.put("role/rollout-w.json", encode_record(beat))
-    if is_refused:
+
+
+def impatient(run: Run, limit_s: float) -> Run:
+    orchestration = run.config.orchestration.model_copy(update={"heartbeat_s": 0.01, "heartbeat_limit_s": limit_s})
+    return dataclasses.replace(run, config=run.config.model_copy(update={"orchestration": orchestration}))
+
+
+@pytest.fixture
+def over(make_run: Callable[..., Run]) -> Run:
+    """A run that has ended; nobody has ever worked on it."""
+    run = make_run()
+    append_control(run.store, "supervisor", "end")
+    return run
+
+
+@pytest.mark.parametrize("how", ["done", "declared dead"])
+def test_a_worker_elsewhere_that_has_ended_is_not_waited_for(how: str, over: Run) -> None:
+    over.store.put("role/rollout-w.json", far("w", 3, done=how == "done"))
+    if how == "declared dead":
+        append_control(over.store, "supervisor", "dead", target="w")
+    assert check_at_rest(impatient(over, 3600.0)) == []
+
+
+def test_nothing_is_removed_while_somebody_elsewhere_shows_life(over: Run) -> None:
+    leave_orphans(over)
+    over.store.put("role/rollout-w.json", far("w", 0))
+    quit_ = threading.Event()
+
+    def live() -> None:
+        for beat in itertools.count(1):
+            over.store.put("role/rollout-w.json", far("w", beat))
+            if quit_.wait(0.01):
+                return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
         with pytest.raises(ConfigError, match="rollout w on far has not ended"):
-            check_at_rest(finished)
-        append_control(finished.store, "supervisor", "dead", target="w")
-    check_at_rest(finished)
+            collect(impatient(over, 3600.0), weights=False, archive_to=None, is_confirmed=True)
+    finally:
+        quit_.set()
+        thread.join()
+    assert len(find_removable(over.store, over.config)) == 4
+
+
+def test_a_killed_worker_elsewhere_is_taken_for_dead_when_its_heartbeat_stands_still(over: Run, capsys) -> None:
+    leave_orphans(over)
+    over.store.put("role/rollout-w.json", far("w", 3))
+    control = Log(over.store, "log/control", Control)
+    before = control.tail()
+    collect(impatient(over, 0.05), weights=False, archive_to=None, is_confirmed=False)
+    told = capsys.readouterr().out
+    assert "no record says that rollout w on far has ended; looking for a heartbeat for 0.05 s" in told
+    assert "w shows no life: taken for dead" in told
+    assert control.tail() == before, "without a yes nothing is written"
+    collect(impatient(over, 0.05), weights=False, archive_to=None, is_confirmed=True)
+    assert [(record.kind, record.target) for record in control.read_from(before)] == [("dead", "w"), ("amend", "")]
+    assert find_removable(over.store, over.config) == []
+    assert check_at_rest(impatient(over, 3600.0)) == [], "and is not waited for again"
 
 
 def test_trajectories_are_archived_as_parquet(finished: Run, tmp_path: Path) -> None:

@@ -162,6 +162,9 @@ def test_a_run_elsewhere_than_in_a_folder_answers_too(finished: Run) -> None:
     [
         ("SELEC 1", "query: Parser Error"),
         ("SELECT no_such_column FROM commits", 'query: Binder Error: Referenced column "no_such_column" not found'),
+        ("SELECT no_such_column FROM commits", '; commits has version, status, at, .*, "reward/mean"'),
+        ("SELECT t.rewrd FROM trajectories t", "; trajectories has ticket, attempt, sample, prompt_id, .*, reward, "),
+        ("SELECT * FROM no_such_table", "; the tables are trajectories, tickets, commits, evaluations"),
         ("SELECT * FROM read_csv('/etc/hosts')", "query: Permission Error"),
         ("COPY commits TO 'here.csv'", "query: "),
         ("SELECT (prompt_id || 'x')::INTEGER FROM trajectories", "query: .*Conversion Error"),
