@@ -6,10 +6,9 @@ from pathlib import Path
 from data_contracts.config import CustomRule, LocalModel, RunConfig
 from data_contracts.errors import ConfigError
 from data_contracts.suites import STAGES, check_severities, load_suite
-from infra.installed import check_backend
+from infra.installed import check_backend, load_function
 from infra.probe import probe
 from infra.runs import Run
-from tasks.curation.custom import load as load_rule
 from tasks.envs.registry import build_envs
 from tasks.supervise import Supervisor, find_living, find_moving
 
@@ -101,6 +100,6 @@ def check_rules(config: RunConfig) -> None:
     """Raise ConfigError when a rule of curation or a suite of the audit is not there or makes no sense."""
     for rule in config.curate.rules:
         if isinstance(rule, CustomRule):
-            load_rule(rule.path)
+            load_function(rule.path, "rule")
     if config.audit.enabled:
         check_severities([load_suite(stage, config.audit) for stage in STAGES], config.audit)

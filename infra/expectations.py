@@ -4,7 +4,6 @@ It costs seconds to import and tens of milliseconds a window, so it is for proce
 windows of numbers, never lists of tokens. Its telemetry and progress bars are off.
 """
 
-import importlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import pyarrow as pa
 from data_contracts.errors import ConfigError
 from data_contracts.records import RuleResult
 from data_contracts.suites import Check
+from infra.installed import load_function
 
 os.environ["GX_ANALYTICS_ENABLED"] = "false"
 
@@ -42,7 +42,7 @@ class _Satisfies(ColumnMapMetricProvider):
 
     @column_condition_partial(engine=PandasExecutionEngine)
     def _pandas(cls, column: pd.Series, function: str, parameters: dict[str, Any], **_: Any) -> pd.Series:
-        good = load(function)(column.to_numpy(), **parameters)
+        good = load_function(function, "expectation")(column.to_numpy(), **parameters)
         return pd.Series(good, index=column.index, dtype=bool)
 
 
@@ -95,7 +95,7 @@ def make_expectation(check: Check) -> Expectation:
     """
     arguments: dict[str, Any] = {"column": check.column, "meta": {"rule": check.name}}
     if ":" in check.expect:
-        load(check.expect)
+        load_function(check.expect, "expectation")
         return ExpectColumnValuesToSatisfy(**arguments, function=check.expect, parameters=dict(check.arguments))
     name = "Expect" + "".join(word.capitalize() for word in check.expect.split("_"))
     kind = getattr(gx.expectations, name, None)
@@ -105,19 +105,6 @@ def make_expectation(check: Check) -> Expectation:
         return kind(**arguments, **check.arguments)
     except (TypeError, ValueError) as cause:  # pydantic's errors are ValueErrors
         raise ConfigError(f"rule {check.name}: {name} does not take {dict(check.arguments)}: {cause}") from cause
-
-
-def load(path: str) -> Any:
-    """Return the function that module:function names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    module_name, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as cause:
-        raise ConfigError(f"expectation {path} cannot be imported, {cause}: expected module:function") from cause
 
 
 def _result(check: Check, found: Any) -> RuleResult:

@@ -4,7 +4,6 @@ A prompt number comes from the curriculum, one for each ticket. Number and the r
 weight, and the prompt in it: every env is walked in a seeded order, each prompt once before any comes again.
 """
 
-import importlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -12,6 +11,7 @@ from typing import Any
 
 from data_contracts.config import AdditionEnv, CodeEnv, CustomEnv, EnvConfig, MathEnv, ReasoningGymEnv
 from data_contracts.errors import ConfigError, ContractError
+from infra.installed import load_function
 from tasks.envs.addition import Addition
 from tasks.envs.code import Code
 from tasks.envs.order import permute, uniform
@@ -31,13 +31,7 @@ def _math(config: MathEnv) -> Env:
 
 
 def _custom(config: CustomEnv) -> Env:
-    module_name, colon, function_name = config.path.partition(":")
-    if not colon or not module_name or not function_name:
-        raise ConfigError(f"env path {config.path!r}: expected module:function, for example my_envs.sorting:make")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as cause:
-        raise ConfigError(f"env path {config.path!r} cannot be imported: {cause}") from cause
+    function = load_function(config.path, "env")
     try:
         env = function(**config.parameters)
     except TypeError as cause:
