@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from data_contracts.config import DeepspeedBackend, TrainConfig
+from data_contracts.errors import ConfigError
 from models.optimizer import FORMAT, check_checkpoint, check_weights
 from models.packed_attention import Packed
 from models.packing import packed_logprobs
@@ -157,7 +158,7 @@ class ZeroBackend:
 
     def step_back(self, start: Mapping[str, Tensor], keep: float) -> None:
         """Refuse: the configuration does so before."""
-        raise NotImplementedError("update 'slow_fast' is not there with DeepSpeed")
+        raise ConfigError("algorithm.update slow_fast is not there with DeepSpeed: set train.backend.type torch")
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """Copy this rank's parts of everything an update changes."""
