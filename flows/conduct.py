@@ -124,12 +124,15 @@ def summarize(run: Run, code: int, links: dict[str, str], log_path: Path) -> int
     if failure:
         typer.echo(f"rollflow: run {run.id} failed: {failure}", err=True)
         return 1
+    if code != 0:
+        typer.echo(
+            f"rollflow: the flow of run {run.id} ended with code {code}; see {log_path}, and go on with: "
+            f"rollflow resume {run.id}",
+            err=True,
+        )
+        return 1
     if supervisor.was_stopped():
         typer.echo(f"stopped; go on with: rollflow resume {run.id}")
-        return 0
-    if code != 0:
-        typer.echo(f"rollflow: the flow of run {run.id} ended with code {code}; see {log_path}", err=True)
-        return 1
     return 0
 
 
