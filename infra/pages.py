@@ -8,6 +8,9 @@ from infra.services import Services
 
 LIMIT_S = 10.0
 
+AS_TRAINING = "?workflowType=machine_learning"
+"""Behind an address in MLflow: without it, a browser that is new there shows traces of applications."""
+
 
 def find_pages(services: Services, run_id: str, experiment: str) -> dict[str, str]:
     """Return the run's own page in Prefect and in MLflow, by server; a server that does not know it, its first page.
@@ -35,8 +38,8 @@ def _mlflow(url: str, run_id: str, experiment: str) -> str:
     wanted = {"experiment_ids": [number], "filter": f"tags.`rollflow.run_id` = '{run_id}'", "max_results": 1}
     found = _ask("POST", f"{api}/runs/search", json=wanted)
     if not found or not found.get("runs"):
-        return f"{url}/#/experiments/{number}"
-    return f"{url}/#/experiments/{number}/runs/{found['runs'][0]['info']['run_id']}"
+        return f"{url}/#/experiments/{number}{AS_TRAINING}"
+    return f"{url}/#/experiments/{number}/runs/{found['runs'][0]['info']['run_id']}{AS_TRAINING}"
 
 
 def _ask(method: str, url: str, **arguments: Any) -> Any:

@@ -34,6 +34,7 @@ from data_contracts.records import Audit, Commit, Control, Evaluation, Record
 from infra import history, settings
 from infra.history import Point
 from infra.log import Cached, Log
+from infra.pages import AS_TRAINING
 from infra.store import Store
 from infra.windows import Windows
 
@@ -118,7 +119,8 @@ class Exporter:
     @property
     def run_url(self) -> str:
         """Page of the MLflow run; empty before the first pass that reached the server."""
-        return f"{self.uri}/#/experiments/{self._experiment}/runs/{self._mlflow_run_id}" if self._mlflow_run_id else ""
+        page = f"{self.uri}/#/experiments/{self._experiment}/runs/{self._mlflow_run_id}{AS_TRAINING}"
+        return page if self._mlflow_run_id else ""
 
     def export_available(self) -> int:
         """Bring MLflow up to the records that exist now; return how many of them were new to it.

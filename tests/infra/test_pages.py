@@ -1,6 +1,6 @@
 import httpx
 
-from infra.pages import find_pages
+from infra.pages import AS_TRAINING, find_pages
 from infra.services import Services
 
 
@@ -13,7 +13,9 @@ def test_a_run_is_found_on_the_pages_of_both_servers(servers):
     }
 
     number = httpx.post(f"{mlflow}/experiments/create", json={"name": "pages"}).json()["experiment_id"]
-    assert find_pages(services, "paged", "pages")["MLflow"] == f"{services.mlflow_url}/#/experiments/{number}"
+    assert (
+        find_pages(services, "paged", "pages")["MLflow"] == f"{services.mlflow_url}/#/experiments/{number}{AS_TRAINING}"
+    )
 
     tags = [{"key": "rollflow.run_id", "value": "paged"}]
     made = httpx.post(f"{mlflow}/runs/create", json={"experiment_id": number, "tags": tags}).json()
@@ -22,7 +24,7 @@ def test_a_run_is_found_on_the_pages_of_both_servers(servers):
     flow_run = httpx.post(f"{prefect}/flow_runs/", json={"flow_id": flow, "name": "paged"}).json()["id"]
     assert find_pages(services, "paged", "pages") == {
         "Prefect": f"{services.prefect_ui_url}/runs/flow-run/{flow_run}",
-        "MLflow": f"{services.mlflow_url}/#/experiments/{number}/runs/{run}",
+        "MLflow": f"{services.mlflow_url}/#/experiments/{number}/runs/{run}{AS_TRAINING}",
     }
 
 
