@@ -149,7 +149,7 @@ class Exporter:
             run = _found(self._client.get_run, self._mlflow_run_id)
             if run is not None and run.info.lifecycle_stage == "active":
                 return run
-        self._experiment = self._experiment_id()
+        self._experiment = _ensure_experiment(self._client, self._config.tracking.experiment)
         return self._only_run()
 
     def _create_run(self) -> Run:
@@ -173,23 +173,6 @@ class Exporter:
             self._client.delete_run(double.info.run_id)
         self._mlflow_run_id = found[0].info.run_id if found else None
         return found[0] if found else None
-
-    def _experiment_id(self) -> str:
-        name = self._config.tracking.experiment
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            try:
-                return self._client.create_experiment(name, tags=TRAINING)
-            except MlflowException as cause:
-                if cause.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-                experiment = self._client.get_experiment_by_name(name)
-        if experiment is None or experiment.lifecycle_stage != "active":
-            raise ServiceError(
-                f"MLflow at {self.uri}: experiment {name} is deleted there: restore it, or choose another "
-                "tracking.experiment"
-            )
-        return experiment.experiment_id
 
     def _describe(self, run: Run) -> None:
         """Add the parameters, tags and prompt sources that the MLflow run lacks."""
@@ -382,6 +365,24 @@ def _as_service_error(uri: str) -> Iterator[None]:
         raise ServiceError(f"MLflow at {uri} does not answer or refuses: {history.shorten(first_line, 300)}") from cause
 
 
+def _ensure_experiment(client: MlflowClient, name: str) -> str:
+    """Return the id of an experiment; it is made when there is none, also by somebody else at the same moment."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return client.create_experiment(name, tags=TRAINING)
+        except MlflowException as cause:
+            if cause.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            experiment = client.get_experiment_by_name(name)
+    if experiment is None or experiment.lifecycle_stage != "active":
+        raise ServiceError(
+            f"MLflow at {client.tracking_uri}: experiment {name} is deleted there: restore it, or choose another "
+            "tracking.experiment"
+        )
+    return experiment.experiment_id
+
+
 def ensure_group_run(uri: str, experiment: str, name: str, tags: Mapping[str, str]) -> str:
     """Return the id of the MLflow run that other runs name as their parent; it is made when there is none.
 
@@ -390,11 +391,17 @@ def ensure_group_run(uri: str, experiment: str, name: str, tags: Mapping[str, st
     """
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     with _as_service_error(uri):
-        found = client.get_experiment_by_name(experiment)
-        experiment_id = client.create_experiment(experiment, tags=TRAINING) if found is None else found.experiment_id
-        runs = client.search_runs([experiment_id], f"tags.`rollflow.group` = '{name}'")
-        if runs:
-            return min(runs, key=lambda run: run.info.start_time).info.run_id
-        made = client.create_run(experiment_id, tags={**tags, "rollflow.group": name}, run_name=name)
-        client.set_terminated(made.info.run_id)
-        return made.info.run_id
+        experiment_id = _ensure_experiment(client, experiment)
+        if not _group_runs(client, experiment_id, name):
+            made = client.create_run(experiment_id, tags={**tags, "rollflow.group": name}, run_name=name)
+            client.set_terminated(made.info.run_id)
+        first, *doubles = _group_runs(client, experiment_id, name)
+        for double in doubles:  # made by somebody else at the same moment
+            client.delete_run(double.info.run_id)
+        return first.info.run_id
+
+
+def _group_runs(client: MlflowClient, experiment_id: str, name: str) -> list[Run]:
+    """Return the runs that stand for a group, the first one first."""
+    found = client.search_runs([experiment_id], f"tags.`rollflow.group` = '{name}'")
+    return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from infra.log import Log
 from infra.processes import family as family_of
 from infra.server_processes import TOKEN_VARIABLE
 from infra.store import Store, open_store
-from infra.tracking import Exporter
+from infra.tracking import Exporter, ensure_group_run
 
 CONFIG = RunConfig(name="placeholder", steps=6, tracking=TrackingConfig(register_every=3, experiment="tests"))
 
@@ -507,7 +508,7 @@ def test_a_killed_exporter_is_taken_over(servers, tmp_path: Path, make_commit, p
     scene = Scene(servers)
     code = (
         "import sys; from data_contracts.config import RunConfig; from infra.store import open_store;"
-        "from infra.tracking import Exporter;"
+        "from infra.tracking import Exporter, ensure_group_run;"
         "store, uri, config, run_id = sys.argv[1:];"
         "Exporter(open_store(store), uri, RunConfig.model_validate_json(config), run_id).export_available()"
     )
@@ -638,3 +639,18 @@ def test_while_the_server_is_away_it_is_asked_less_and_less_often(scene: Scene, 
     export_loop(exporter, lambda: next(polls) >= 60, report=said.append, poll_s=0.01, longest_wait_s=0.1, drain_s=0.0)
     # tries after 0, 2, 4, 8 and then 10 polls or fewer, if trying takes long; and one at the end
     assert 2 <= len(said) < 20
+
+
+def test_processes_that_begin_a_group_at_the_same_moment_agree_on_its_run(servers):
+    uri = servers.services.mlflow_url
+    start = threading.Barrier(6)
+
+    def begin(_: int) -> str:
+        start.wait()
+        return ensure_group_run(uri, "a-new-experiment", "a-new-group", {"about": "nothing"})
+
+    with ThreadPoolExecutor(6) as pool:
+        first = list(pool.map(begin, range(6)))
+    agreed = {ensure_group_run(uri, "a-new-experiment", "a-new-group", {}) for _ in range(2)}
+    assert len(agreed) == 1
+    assert len(first) == 6
