@@ -46,7 +46,7 @@ def conduct_study(file: str, store_url: str | None, *, cells: int | None, jobs: 
     url = store_url or str(settings.home() / "studies")
     for cell in config.cells():
         check_cell(config, cell, url)
-    open_cells = [cell for cell in config.cells() if not is_done(open_store(url).at(config.run_id(cell)))]
+    open_cells = [cell for cell in config.cells() if is_open(open_store(url).at(config.run_id(cell)))]
     chosen = open_cells if cells is None else open_cells[:cells]
     started = time.monotonic()
     if chosen:
@@ -58,9 +58,14 @@ def conduct_study(file: str, store_url: str | None, *, cells: int | None, jobs: 
 
         run_cells(config, url, chosen, jobs or config.jobs)
     path = write_study(config, open_store(url), settings.home() / "reports")
-    left = sum(not is_done(open_store(url).at(config.run_id(cell))) for cell in config.cells())
+    left = sum(is_open(open_store(url).at(config.run_id(cell))) for cell in config.cells())
     took = f"{len(chosen)} cells in {time.monotonic() - started:.0f} s, {left} left"
     return f"{took}\nreport {path}\ntable  {path.with_suffix('.md')}"
+
+
+def is_open(store: Store) -> bool:
+    """Whether a cell is still to be played, or was played while MLflow was away."""
+    return not is_done(store) or not store.exists(EXPORTED)
 
 
 def load_study(source: str) -> StudyConfig:

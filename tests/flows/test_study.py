@@ -10,10 +10,20 @@ from data_contracts.errors import ConfigError
 from data_contracts.records import Commit
 from data_contracts.study import Cell, StudyConfig
 from flows.lockstep import run_in_lockstep
-from flows.study import SHIPPED, check_cell, copy_version_0, load_study, play_cell, warm_up
+from flows.study import (
+    EXPORTED,
+    SHIPPED,
+    check_cell,
+    copy_version_0,
+    export_cell,
+    is_open,
+    load_study,
+    play_cell,
+    warm_up,
+)
 from infra.log import Log
 from infra.objects import get_batch
-from infra.runs import Run, create_run
+from infra.runs import Run, create_run, load_run
 from infra.store import open_store
 from tasks.envs.registry import build_envs
 from tests.harness import TINY, Processes, tiny_config
@@ -89,6 +99,20 @@ def test_a_cell_that_was_cut_short_is_begun_again(played: str) -> None:
     assert not is_done(store)
     play_cell(STUDY, cell, played)
     assert [commit.weights.digest for commit in commits(played, cell)] == digests
+
+
+def test_a_played_cell_stays_open_until_it_is_in_mlflow(
+    played: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = Cell("vcpo", 0, 3)
+    store = open_store(played).at(STUDY.run_id(cell))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    export_cell(STUDY, cell, load_run(store.url))
+    assert "is not in MLflow: MLflow at http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+    assert is_done(store)
+    assert is_open(store)
+    store.put_new(EXPORTED, b"{}")
+    assert not is_open(store)
 
 
 def test_a_cell_that_another_plays_is_waited_for_and_not_played_again(tmp_path: Path) -> None:
