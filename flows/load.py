@@ -87,10 +87,13 @@ def _fields_of_environment() -> list[str]:
         ConfigError: there is no such field.
     """
     known = set(field_names(RunConfig))
+    parents = {name.rpartition(".")[0] for name in known}
     names = [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]
     fields = [name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".") for name in names]
     for name, field in zip(names, fields, strict=True):
-        if field not in known:
+        # Below a field that has none of its own stand the keys of a mapping.
+        above = field.rpartition(".")[0]
+        if field not in known and (above not in known or above in parents):
             raise ConfigError(f"environment: {name}: {_no_such_field(field)}")
     return fields
 

@@ -156,7 +156,8 @@ def prune(store: Store) -> None:
 
 def export_cell(config: StudyConfig, cell: Cell, run: Run) -> None:
     """Bring a cell's records into MLflow, below the study's own run; a server that is away is left for another time."""
-    from infra.tracking import Exporter, ensure_group_run
+    from infra.tracking import Exporter
+    from infra.tracking_experiments import ensure_group_run
 
     uri = os.environ["MLFLOW_TRACKING_URI"]
     tags = {"study": config.name}

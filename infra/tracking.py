@@ -1,5 +1,5 @@
 """The exporter: follows the records of a run into one MLflow run, at its own pace. Only this file and
-infra/tracking_registry.py import MLflow.
+those beside it (infra/tracking_*.py) import MLflow.
 
 The records are the truth and MLflow is a view of it, which may be slow, down, or restored from yesterday. The
 exporter therefore remembers nothing: at every pass it asks MLflow what it holds and adds what is missing.
@@ -18,7 +18,6 @@ exporter therefore remembers nothing: at every pass it asks MLflow what it holds
 Nobody waits for the exporter but the end of the run, for `tracking.drain_s`.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from data_contracts.config import RunConfig
-from data_contracts.errors import ConfigError, ProtocolError, ServiceError
+from data_contracts.errors import ConfigError, ProtocolError
 from data_contracts.records import Audit, Commit, Control, Evaluation, Record
 from infra import history, settings
 from infra.history import Point
@@ -52,8 +51,8 @@ from mlflow.entities import (  # noqa: E402, TID251
 )
 from mlflow.entities.model_registry import ModelVersion  # noqa: E402, TID251
 from mlflow.exceptions import MlflowException  # noqa: E402, TID251
-from requests.exceptions import RequestException  # noqa: E402
 
+from infra.tracking_experiments import as_service_error, ensure_experiment  # noqa: E402
 from infra.tracking_registry import ModelRegistry  # noqa: E402
 
 logger = logging.getLogger("rollflow.export")
@@ -61,8 +60,6 @@ logger = logging.getLogger("rollflow.export")
 MAX_METRICS_PER_CALL = 1000
 MAX_NAMES_PER_CALL = 100
 COMMITS_AT_ONCE = 200
-TRAINING = {"mlflow.experimentKind": "custom_model_development"}
-"""Has MLflow's pages show runs and metrics first; by default they show traces of applications."""
 STATUSES = {"running": "RUNNING", "ended": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
 R = TypeVar("R", bound=Record)
@@ -133,7 +130,7 @@ class Exporter:
         # Read first: whatever was committed before the run ended is then among what follows.
         state = history.run_state(self._control.read())
         self._registry.forget()
-        with _as_service_error(self.uri):
+        with as_service_error(self.uri):
             run = self._find_run() or self._create_run()
             self._describe(run)
             num_commits = self._export_commits(run)
@@ -149,7 +146,7 @@ class Exporter:
             run = _found(self._client.get_run, self._mlflow_run_id)
             if run is not None and run.info.lifecycle_stage == "active":
                 return run
-        self._experiment = _ensure_experiment(self._client, self._config.tracking.experiment)
+        self._experiment = ensure_experiment(self._client, self._config.tracking.experiment)
         return self._only_run()
 
     def _create_run(self) -> Run:
@@ -354,54 +351,3 @@ def git_commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-@contextlib.contextmanager
-def _as_service_error(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except (MlflowException, RequestException) as cause:
-        first_line = (str(cause).splitlines() or [""])[0]
-        raise ServiceError(f"MLflow at {uri} does not answer or refuses: {history.shorten(first_line, 300)}") from cause
-
-
-def _ensure_experiment(client: MlflowClient, name: str) -> str:
-    """Return the id of an experiment; it is made when there is none, also by somebody else at the same moment."""
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        try:
-            return client.create_experiment(name, tags=TRAINING)
-        except MlflowException as cause:
-            if cause.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            experiment = client.get_experiment_by_name(name)
-    if experiment is None or experiment.lifecycle_stage != "active":
-        raise ServiceError(
-            f"MLflow at {client.tracking_uri}: experiment {name} is deleted there: restore it, or choose another "
-            "tracking.experiment"
-        )
-    return experiment.experiment_id
-
-
-def ensure_group_run(uri: str, experiment: str, name: str, tags: Mapping[str, str]) -> str:
-    """Return the id of the MLflow run that other runs name as their parent; it is made when there is none.
-
-    Raises:
-        ServiceError: the server does not answer or refuses.
-    """
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    with _as_service_error(uri):
-        experiment_id = _ensure_experiment(client, experiment)
-        if not _group_runs(client, experiment_id, name):
-            made = client.create_run(experiment_id, tags={**tags, "rollflow.group": name}, run_name=name)
-            client.set_terminated(made.info.run_id)
-        first, *doubles = _group_runs(client, experiment_id, name)
-        for double in doubles:  # made by somebody else at the same moment
-            client.delete_run(double.info.run_id)
-        return first.info.run_id
-
-
-def _group_runs(client: MlflowClient, experiment_id: str, name: str) -> list[Run]:
-    """Return the runs that stand for a group, the first one first."""
-    found = client.search_runs([experiment_id], f"tags.`rollflow.group` = '{name}'")
-    return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))

@@ -51,6 +51,9 @@ def test_what_is_wrong_in_the_environment_is_blamed_on_it(monkeypatch: pytest.Mo
     monkeypatch.setenv("ROLLFLOW_RUN__STEPS", "3")
     monkeypatch.setenv("ROLLFLOW_RUN__AUDIT__SEVERITY", '{"reward_level": "stop"}')
     assert load_run_config("tiny").audit.severity == {"reward_level": "stop"}
+    monkeypatch.delenv("ROLLFLOW_RUN__AUDIT__SEVERITY")
+    monkeypatch.setenv("ROLLFLOW_RUN__AUDIT__SEVERITY__REWARD_LEVEL", "stop")
+    assert load_run_config("tiny").audit.severity == {"reward_level": "stop"}
 
 
 def test_a_field_of_another_kind_of_model_is_reached_from_the_command_line() -> None:

@@ -31,7 +31,8 @@ from infra.log import Log
 from infra.processes import family as family_of
 from infra.server_processes import TOKEN_VARIABLE
 from infra.store import Store, open_store
-from infra.tracking import Exporter, ensure_group_run
+from infra.tracking import Exporter
+from infra.tracking_experiments import ensure_group_run
 
 CONFIG = RunConfig(name="placeholder", steps=6, tracking=TrackingConfig(register_every=3, experiment="tests"))
 
@@ -508,7 +509,7 @@ def test_a_killed_exporter_is_taken_over(servers, tmp_path: Path, make_commit, p
     scene = Scene(servers)
     code = (
         "import sys; from data_contracts.config import RunConfig; from infra.store import open_store;"
-        "from infra.tracking import Exporter, ensure_group_run;"
+        "from infra.tracking import Exporter;"
         "store, uri, config, run_id = sys.argv[1:];"
         "Exporter(open_store(store), uri, RunConfig.model_validate_json(config), run_id).export_available()"
     )
@@ -653,4 +654,4 @@ def test_processes_that_begin_a_group_at_the_same_moment_agree_on_its_run(server
         first = list(pool.map(begin, range(6)))
     agreed = {ensure_group_run(uri, "a-new-experiment", "a-new-group", {}) for _ in range(2)}
     assert len(agreed) == 1
-    assert len(first) == 6
+    assert agreed <= set(first)
